@@ -179,10 +179,10 @@ class Job:
         return None
 
     def _where(self, error: CkptError) -> str:
-        """The file's name without its numbers."""
-        found = re.search(rf"{self.small}/([^\s:,]+)", str(error))
+        """The file's name without its numbers. The root is synced when the output folder is made in it."""
+        found = re.search(rf"{self.small}(/[^\s:,]+|(?=[\s:,]))", str(error))
         assert found, error
-        name = Path(found[1]).name
+        name = Path(found[1]).name or "root"
         return "staging" if re.fullmatch("[0-9a-f]{8}", name) else re.sub(r"\d+", "#", name)
 
     def answered(self) -> set[str]:

@@ -77,8 +77,10 @@ def test_a_job_that_is_killed_and_stopped_is_one_run_of_mlflow(tmp_path: Path, m
                     assert process.wait(100) == {None: 0, signal.SIGKILL: -9, signal.SIGTERM: 143}[number]
                 finally:
                     process.kill()
-    # On a busy machine, MLflow is imported too late for the last attempt to send its end.
-    subprocess.run([*command[:-2], "track", "job.yaml"], cwd=tmp_path, env=environment, check=True)
+    # On a busy machine, MLflow is imported too late for the last attempt to send its end. The process that sends for
+    # the run may still be at work: then ``track`` is refused.
+    track = [*command[:-2], "track", "job.yaml"]
+    waited_for(lambda: subprocess.run(track, cwd=tmp_path, env=environment).returncode == 0)
     assert status_of(tmp_path / "runs", monkeypatch) == "FINISHED"
     client, runs = runs_of(tmp_path / "runs", monkeypatch)
     (run,) = runs

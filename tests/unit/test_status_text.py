@@ -33,31 +33,6 @@ def test_a_line_is_cut_to_the_width_of_the_terminal_but_not_in_an_escape_sequenc
     assert cut("\x1b[31mab\x1b[0m", 3) == "\x1b[31mab\x1b[0m"
 
 
-def uneven(left: list[int], time_left: float | None = None) -> list[str]:
-    ranks = [
-        RankState(
-            "",
-            index,
-            Path(),
-            "running" if rest else "finished",
-            position=InputPosition(1000 - rest, 1000, "bytes"),
-            time_left=time_left if rest else None,
-        )
-        for index, rest in enumerate(left)
-    ]
-    state = RunState("c", False, 1000.0, tasks=len(left), ranks=ranks, totals=add_up(ranks, 1000.0))
-    return [line for line in describe(state) if "reshard" in line]
-
-
-def test_few_ranks_that_hold_most_of_what_is_left_are_said() -> None:
-    (line,) = uneven([0] * 37 + [900, 800, 20], time_left=3600.0)
-    assert "2 of 40 ranks hold 98.8 % of what is left; dealt out to all, it would take about 1/21 of the time" in line
-    assert uneven([900, 800, 700, 600]) == []
-    assert uneven([900]) == []
-    assert uneven([0] * 39 + [900], time_left=60.0) == [], "it ends soon anyway"
-    assert uneven([0, 0]) == []
-
-
 def test_dead_letters_of_unfinished_chunks_count_and_each_document_is_in_one_place() -> None:
     rank = RankState("", 0, Path(), "running", counts=DocumentCounts(10, 8, 0, 2), chunks=1)
     rank.unfinished, rank.unfinished_chunks = DocumentCounts(4, 2, 1, 1), 1

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
     from datatrove_ckpt.jobs_executor import JobsPipelineExecutor as JobsPipelineExecutor
     from datatrove_ckpt.preflight.doctor import doctor as doctor
-    from datatrove_ckpt.preflight.reshard.run import reshard as reshard
     from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
     from datatrove_ckpt.rollouts import Ranked as Ranked
@@ -50,7 +49,6 @@ _MODULES = {
     "Ranked": f"{__name__}.rollouts",
     "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
-    "reshard": "datatrove_ckpt.preflight.reshard.run",
     "run": "datatrove_ckpt.cli.short_form",
     **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.checkpoint.interval"),
     "doctor": f"{__name__}.preflight.doctor",

@@ -41,7 +41,6 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.layout import COMMITS, is_journal
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import (
-    CheckpointLocked,
     CheckpointMismatch,
     CkptError,
     ConfigError,
@@ -50,7 +49,7 @@ from datatrove_ckpt.errors import (
     OutputMismatch,
 )
 from datatrove_ckpt.executor import _close_servers, stats_of_complete
-from datatrove_ckpt.formatting import all_are, plural, plural_is
+from datatrove_ckpt.formatting import all_are, plural
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
@@ -315,14 +314,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 f"{_of(left, jobs)} could not be canceled, and go on: {_shown(left)} ({why}). Run it again."
             )
         return len(jobs)
-
-    def refuse_running(self) -> None:
-        """
-        Raises:
-            CheckpointLocked: jobs of this run work, or wait to.
-        """
-        if jobs := self._alive():
-            raise CheckpointLocked(f"{plural_is(len(jobs), 'job')} at work: {_shown(jobs)}. Cancel: run ... --cancel")
 
     def _leave(self) -> None:
         jobs = self._alive()

@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.lines import read_lines, read_sealed, sealed_json
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """Of ``run.json``, ``job.json``, ``shard.json`` or ``shares.json``, without its checksum."""
+    """Of ``run.json``, ``job.json`` or ``shard.json``, without its checksum."""
     return read_sealed(path.read_bytes(), ())
 
 

@@ -24,9 +24,6 @@ RUN_ELSEWHERE = {
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "datatrove-ckpt run configs/hf_jobs.yaml": "tests/integration/test_jobs.py, against a fake of the API",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
-    "datatrove-ckpt reshard job.yaml --tasks 40 --dry-run": "tests/integration/test_reshard.py",
-    "datatrove-ckpt reshard job.yaml --tasks 40": "tests/integration/test_reshard.py",
-    "datatrove-ckpt run job.yaml --executor.tasks=40": "tests/integration/test_reshard.py",
     "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
     "python -m tests.bench.peers --python ray=ray-env/bin/python --python curator=curator-env/bin/python": "minutes; "

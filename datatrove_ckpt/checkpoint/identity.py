@@ -45,7 +45,6 @@ from datatrove_ckpt.checkpoint.layout import (
     journal_indices,
     journal_path,
     refuse_missing_run_json,
-    reshard_command,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import has_answers
@@ -141,7 +140,7 @@ def as_kept(fields: Json) -> Json:
 #
 # format first written by what changed 1 0.1.0 2 0.2.0 history.jsonl, job.json, shard.json; times, work and hashes of
 # the hub in commits, and checksums of answers, which 0.1.0 takes for damage 3 0.2.0 a checksum in front of run.json,
-# job.json, shard.json and shares.json, which earlier builds of 0.2.0 take for a setting 4 0.2.0 results without a
+# job.json and shard.json, which earlier builds of 0.2.0 take for a setting 4 0.2.0 results without a
 # wrapper in journals (``documents.encode_finished``)
 
 FORMAT = 4
@@ -153,9 +152,7 @@ OLDEST_FORMAT = 1
 FORMAT_KEY = "format"
 WRITTEN_BY = "written_by"
 """In ``run.json`` and ``job.json``: the version of the package that wrote the file. 0.1.0 wrote none."""
-RESHARDS = "reshards"
-"""In ``run.json``: how many times ``shares.json`` said, at the rank's last start, that the input was dealt out anew."""
-NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, RESHARDS, "owner", "accepted_changes", "forked"})
+NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, "owner", "accepted_changes", "forked"})
 """What ``run.json`` and ``job.json`` hold besides the identity of the run. Earlier builds of 0.2.0 wrote ``forked``."""
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
@@ -210,7 +207,7 @@ _OF_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports|use
 OUTPUT_FOLDER = "output_folder"
 """In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the identity: files may
 be moved. Tasks that run at one time must agree about it."""
-_LAYOUT = frozenset({"records_per_chunk", "tasks", OUTPUT_FOLDER})
+_LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})  # reshards: see ``refuse_resharded``
 
 
 class Change(NamedTuple):
@@ -303,17 +300,15 @@ class RunClaim:
     Args:
         accept_changes: record a different identity, with the time, instead of refusing it. A folder in which no work
             was kept takes any identity.
-        reshards: how many times ``shares.json`` says that the input was dealt out anew.
 
     Raises:
         CheckpointMismatch: the checkpoint belongs to another run; the message names each field with both values.
         CheckpointCorrupt: ``run.json`` cannot be read.
     """
 
-    def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False, reshards: int = 0) -> None:
+    def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
         self._path = folder / RUN
         self._fields = identity.kept
-        self._reshards = reshards
         self._fence = 0
         self.commits = 0
         """How many commits there were when the owner before this one started."""
@@ -330,7 +325,6 @@ class RunClaim:
                     "so the code is not compared this time. From now on it is."
                 )
             owner = old.pop("owner", {})
-            self._reshards = max(reshards, old.pop(RESHARDS, 0))
             self._fence = owner.get("fence", 0)
             self.commits = owner.get("commits", 0)
             self._earlier = owner.get("earlier", {})
@@ -341,16 +335,14 @@ class RunClaim:
         else:
             refuse_missing_run_json(folder)
 
-    def take(self, commits: int = 0, attempts: int = 1) -> Fence:
+    def take(self, commits: int = 0) -> Fence:
         """Writes ``run.json``. A process that owned the rank before notices this before its next write.
 
         Args:
             commits: the number of commits that the rank has now.
-            attempts: 0: this process does not work on the rank, and leaves its files as they are.
         """
-        owner = new_owner(self._fence + attempts, self._earlier, commits)
-        reshards = {RESHARDS: self._reshards} if self._reshards else {}
-        kept = {**self._fields, **reshards, "owner": owner}
+        owner = new_owner(self._fence + 1, self._earlier, commits)
+        kept = {**self._fields, "owner": owner}
         if self._accepted:
             kept["accepted_changes"] = self._accepted
         files.disk.replace(self._path, sealed_json(kept))
@@ -418,7 +410,7 @@ def check_run(content: object) -> Json:
     if not isinstance(earlier, dict) or not isinstance(owner.get("nonce", ""), str):
         raise ValueError("its owner is damaged")
     numbers = [owner.get("fence", 0), owner.get("commits", 0), *(upto for upto in earlier.values() if upto is not None)]
-    numbers += [content.get(name) or 0 for name in ("tasks", "records_per_chunk", RESHARDS)]
+    numbers += [content.get(name) or 0 for name in ("tasks", "records_per_chunk")]
     if not all(map(is_count, numbers)):
         raise ValueError("a number in it is none")
     if (content.get("tasks") or 0) > _MAX_TASKS:
@@ -486,14 +478,16 @@ def _lines(change: Change) -> list[str]:
     ]
 
 
-def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True, is_left: bool = True) -> str:
+def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True) -> str:
     """What to do about changes that were not accepted."""
     changes = list(changes)
     folders = "choose another checkpoints_local_dir (and output, and logging_dir) for the new ones"
-    if [change.field for change in changes] == ["tasks"] and changes[0].old:  # else reshard would not be enough
-        old, new = changes[0].old, changes[0].new
-        reshard = f" To deal what is left out to {plural(new, 'task')}: {reshard_command(new)}" if is_left else ""
-        return f"Go on with {plural(old, 'task')} (--executor.tasks={old}), or {folders}.{reshard}"
+    if [change.field for change in changes] == ["tasks"] and changes[0].old:
+        old = changes[0].old
+        return (
+            f"Go on with {plural(old, 'task')} (--executor.tasks={old}), or {folders}, and set finished_from to the "
+            "old output_folder and checkpoints_local_dir: finished documents keep their results."
+        )
     may_mix = may_mix and not any(change.is_layout for change in changes)
     mixed = f", or {identity.how_to_accept} to mix the two: what is done stays as it is" if may_mix else ""
     return f"Go on with the old settings, or {folders}{mixed}."

@@ -1,7 +1,6 @@
 """The names of a checkpoint's files. They are part of the format on disk: older and newer versions read them.
 
 <checkpoints_local_dir>/job.json                                 the identity that all ranks share
-<checkpoints_local_dir>/shares.json                              what each rank reads, after a reshard
 <checkpoints_local_dir>/last_chunk/00000.txt
 <checkpoints_local_dir>/00000/run.json, commits.jsonl, ...       rank 0
 <checkpoints_local_dir>/retry-00001/00000/...                    rank 0's first retry of its dead letters
@@ -10,8 +9,7 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
@@ -22,10 +20,6 @@ TRACKING = "tracking.json"
 """What MLflow and Weights & Biases are told about the job; there if a run is tracked."""
 TRACKING_LOCK = "tracking.lock"
 """Held by the process that reads the histories for them."""
-SHARES = "shares.json"
-"""Which parts of the input each rank reads, once the number of tasks was changed."""
-RESHARD_PLAN = "reshard/plan.json"
-"""There while a change of the number of tasks is carried out."""
 RUN = "run.json"
 COMMITS = "commits.jsonl"
 LOCK = "lock"
@@ -181,16 +175,22 @@ def retry_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-# Folders that another program made, datatrove's own runner above all: refused, with the setting that continues there.
+# Folders that another program made, datatrove's own runner above all: refused, with what continues there.
 
 
-def reshard_command(tasks: int) -> str:
-    """Returns the command that deals out what is left, on the script that is running, else on CONFIG."""
-    main, script = sys.modules["__main__"], next(iter(sys.argv), "")
-    is_main = hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
-    is_script = is_main and script.endswith(".py") and "datatrove_ckpt.cli.scripts" not in sys.modules
-    own = [f"--main={'ARGUMENTS' if sys.argv[1:] else ''}"] if is_script else []  # which may hold a secret
-    return shlex.join(["datatrove-ckpt", "reshard", script if is_script else "CONFIG", "--tasks", str(tasks), *own])
+def refuse_resharded(root: Path, mirrored: Collection[str] = ()) -> None:
+    """Refuses a run whose number of tasks an earlier build has changed, or half changed: its ranks read parts of files.
+
+    Args:
+        mirrored: the names of what the run's mirror has.
+
+    Raises:
+        CheckpointMismatch: it names the commit that can finish the run.
+    """
+    if "shares.json" in mirrored or (root / "shares.json").exists() or (root / "reshard/plan.json").exists():
+        raise CheckpointMismatch(
+            f"{root}: `datatrove-ckpt reshard` changed this run's number of tasks. Finish it with commit d3ddc9c6."
+        )
 
 
 def refuse_missing_run_json(folder: Path) -> None:

@@ -40,7 +40,7 @@ from datatrove_ckpt.checkpoint.commits import (
 )
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
 from datatrove_ckpt.checkpoint.history_records import WorkCounts
-from datatrove_ckpt.checkpoint.identity import RESHARDS, not_readable, parse_run, read_run, settings_in
+from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run, settings_in
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -60,6 +60,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
+    refuse_resharded,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
@@ -114,7 +115,7 @@ class RankLedger:
     """One rank. Of a damaged one only its folder is known, its holder, and ``run`` if that can be read.
 
     Attributes:
-        run: the content of ``run.json``; without ``Want.SETTINGS`` only the owner, and the number of reshards.
+        run: the content of ``run.json``; without ``Want.SETTINGS`` only the owner.
         holder: host and pid of the process that works on this rank now.
         is_finished: it has neither lock file, nor request cache, nor journal: a run removes them when all documents are
             committed. ``repair`` leaves the lock file in place, which marks the rank as unfinished.
@@ -203,7 +204,7 @@ class RankLedger:
     def has_said_its_end(self) -> bool:
         """Whether the newest attempt could say that it ended: then its last progress line knows of every document.
 
-        ``reshard`` is an owner, too, and its journals may hold documents of another rank.
+        ``repair`` is an owner, too, and writes no history.
         """
         attempts = self.history.attempts
         return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.attempts
@@ -239,10 +240,12 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
 
     Raises:
         ConfigError: there is no rank, or this user may not list them.
+        CheckpointMismatch: see ``refuse_resharded``.
     """
     found = []
     try:
         if checkpoints.is_dir():
+            refuse_resharded(checkpoints)
             names = sorted(path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None)
             for root in ("", *names):
                 if (folder := checkpoints / root).is_dir():
@@ -441,7 +444,7 @@ def _read_run(path: str, want: Want) -> Json:
         return read_run(Path(path))
     with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
         run = parse_run(path, file.read())
-    return {name: run[name] for name in ("owner", RESHARDS) if name in run}
+    return {"owner": run.get("owner", {})}
 
 
 def _read_journals(

@@ -195,7 +195,7 @@ def is_count(value: object) -> bool:
 
 # Files that are one JSON object, replaced as a whole, with a checksum of their own: damage is no other setting.
 #
-# ``run.json``, ``job.json``, ``shard.json`` and ``shares.json``. The checksum is that of a line, so it
+# ``run.json``, ``job.json`` and ``shard.json``. The checksum is that of a line, so it
 # comes first in the file. 0.1.0 wrote none.
 
 SHARD_VERSION = 2

@@ -8,7 +8,7 @@ may correct them. A commit deletes its answers, unless the old run had ``keep_an
 Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is only read. A document
 that needs an answer moves its old answers to the rank's own request cache (``RankFiles.answers``). The rejected
 alternative copies all of them at the start: answers of documents beyond a shorter input would look as if the input had
-shrunk, ``reshard`` would take their documents as begun, and a mirror would upload them.
+shrunk, and a mirror would upload them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from datatrove_ckpt.checkpoint.layout import (
     KEPT_ANSWERS,
     LOCK,
     RUN,
-    SHARES,
     rank_folder,
     rank_numbers,
+    refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, read_answers
@@ -60,11 +60,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
         root /= "checkpoints"
     if not root.is_dir() or not rank_numbers(root):
         raise ConfigError(f"answers_from: {root} holds no checkpoint. Name the folder of a run that has begun.")
-    if (root / SHARES).exists():
-        raise ConfigError(
-            f"answers_from: reshard has dealt out the input of {root} to other tasks, so its documents have other "
-            f"numbers. Use the run as it was before, or {_LEAVE_OUT}"
-        )
+    refuse_resharded(root)
     folder = rank_folder(root, rank)
     if not (folder / RUN).exists():
         logger.warning(f"answers_from: {folder} has no run.json, so it has no answers.")

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
-from datatrove_ckpt.checkpoint.job import count_reshards, join_job
+from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -47,7 +47,6 @@ from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
 from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -339,7 +338,7 @@ class CheckpointManager:
         folder, last_chunk = self.folder, last_chunk_of(self.folder)
         check_files(folder, last_chunk)
         is_new = not folder.exists()
-        # Ranks retry their dead letters when they like, with settings of their own: a retry is no job, and no share.
+        # Ranks retry their dead letters when they like, with settings of their own: a retry is no job.
         is_retry = retry_number(self.root.name) is not None
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
@@ -351,9 +350,7 @@ class CheckpointManager:
             if is_new:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
-            refuse_half_resharded(self.root)
-            reshards = 0 if is_retry else count_reshards(self.root, self.rank, self.identity.fields["tasks"])
-            claim = RunClaim(folder, self.identity, self.accept_changes, reshards)
+            claim = RunClaim(folder, self.identity, self.accept_changes)
             # Before anything is changed: an earlier owner's commits may be lost.
             scanned = None if claim.is_first else scan_complete_commits(folder, finished)
             if claim.is_first:

@@ -254,10 +254,6 @@ class RequestCache:
                 append_answers(self.kept, [(row.ordinal, row.doc_id, row.key, row.answer.result) for row in rows])
         self._delete("chunk_index = ?", (chunk_index,))
 
-    def forget_from(self, ordinal: int) -> None:
-        """Deletes the answers of this document and all after it."""
-        self._delete("ordinal >= ?", (ordinal,))
-
     def forget_errors(self) -> None:
         """Deletes permanent errors, so that those requests are sent again: the server may be fixed by now."""
         self._delete("error_message IS NOT NULL")

@@ -28,7 +28,6 @@ from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
 from datatrove_ckpt.checkpoint.lines import too_large
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
@@ -45,7 +44,6 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
-from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.doctor import Look, check_rules_of_hub
 from datatrove_ckpt.preflight.input_checks import rows_without_document
@@ -91,14 +89,13 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Checks that no other number of tasks was begun with, or is half carried out.
+    """Checks that no other number of tasks was begun with.
 
     Raises:
-        CheckpointMismatch: it names the number, or the `reshard` to end.
+        CheckpointMismatch: it names the number.
     """
     for step, root in plan.kept:
         if root.is_dir() and rank_numbers(root):
-            refuse_half_resharded(root)
             refuse_other_tasks(root, step.identity(plan.tasks))
 
 
@@ -201,8 +198,7 @@ def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan
         flags[flag] = None
         return flag
 
-    given = [arguments.config, *arguments.overrides] if arguments.config else ()
-    text = words(with_config(_FLAG.sub(as_typed, str(error)), given))
+    text = words(_FLAG.sub(as_typed, str(error)))
     if "--repair" not in command.split():
         text = _REPAIR.sub(lambda found: f"{command.replace(found[1], '')} --repair{found[1]}", text)
     if flags:  # what helps first stands last

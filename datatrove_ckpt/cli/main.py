@@ -475,26 +475,3 @@ def repair() -> None:
       1  some problems are left, or a rank is running
       2  WHAT is no checkpoint, or a mistake on the command line
     """
-
-
-@_command(
-    "reshard",
-    _argument("WHAT", "YAML file or script of the run"),
-    _argument("M", "the new number of tasks", "--tasks", required=True, type=partial(_count, "tasks")),
-    _flag("--dry-run", "print what would be done, and deal nothing out"),
-)
-def reshard() -> None:
-    """Deal what is left of a run out to another number of tasks.
-
-    examples:
-      datatrove-ckpt reshard configs/quickstart.yaml --tasks 2 --dry-run
-
-    WHAT is the YAML file or the script of the run, with the overrides that the run had. No rank may run meanwhile. What
-    is finished, saved answers and output files stay. Killed at any moment, the same command goes on. Afterwards run
-    with the new number of tasks.
-
-    exit codes:
-      0  done
-      1  a rank is running, or the checkpoint, the output or the input is not as it should be; nothing was changed
-      2  a mistake on the command line, or a pipeline that cannot be dealt out anew; the message says why
-    """

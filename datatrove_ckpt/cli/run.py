@@ -86,8 +86,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     words = arguments.words = words_of(arguments.config)
     executor = make_executor(arguments.config, arguments.overrides)
-    from datatrove_ckpt.maintenance.where import with_config  # a file with a mistake needs none of it
-    from datatrove_ckpt.preflight.doctor import doctor as examine
+    from datatrove_ckpt.preflight.doctor import doctor as examine  # a file with a mistake needs none of it
 
     checks = examine(executor)
     checks = [replace(one, subject=words(one.subject), message=words(one.message)) for one in checks]
@@ -102,6 +101,5 @@ def doctor(arguments: argparse.Namespace) -> int:
         total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
         states = ("ok", "warning", "problem") if arguments.all else ("warning", "problem")  # what matters most, last
         shown = [str(check) for state in states for check in checks if check.state == state]
-        given = [arguments.config, *arguments.overrides] if arguments.config else ()
-        say(with_config("\n".join([*shown, total]), given))
+        say("\n".join([*shown, total]))
     return code

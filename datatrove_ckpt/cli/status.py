@@ -14,15 +14,13 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from datatrove_ckpt.checkpoint.layout import reshard_command
 from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
 from datatrove_ckpt.cli.printing import takes_unicode, write_out
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.config.paths import is_script, start_command
+from datatrove_ckpt.config.paths import start_command
 from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals, dump, to_json
-from datatrove_ckpt.maintenance.where import with_config
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -64,8 +62,6 @@ _LABEL = 10
 _BETWEEN_SECONDS = 15.0  # from one task's end to the next one's start, with the start of its process
 # A rank knows the size of its input once it has read something, and writes it with the next minute.
 _FIRST_SECONDS = 120.0
-# A run that would take this many times less if its largest rank were divided is uneven; but not if it ends soon anyway.
-_UNEVEN, _SOON_SECONDS, _MOST = 2.0, 600.0, 0.9
 
 
 _STATES = ("damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished")
@@ -93,11 +89,8 @@ def describe(state: RunState, unicode: bool = True) -> Iterator[str]:
 def _what_next(state: RunState) -> Iterator[str]:
     """What goes on with a run of which nothing runs."""
     failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
-    known = start_command(state.given) if state.given else ""
-    command = known or "the command that started it"
-    if state.is_dealt_anew:
-        command += f"{'' if known and not is_script(state.given[0]) else ', with'} --executor.tasks={state.tasks}"
-    if state.is_damaged or state.refusal:
+    command = start_command(state.given) if state.given else "the command that started it"
+    if state.is_damaged:
         yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
     elif _has_just_finished_a_rank(state):
         yield f"The run is between two tasks, or has just ended. To resume it if it has ended: {command}"
@@ -143,8 +136,6 @@ def _describe_totals(state: RunState, unicode: bool) -> Iterator[str]:
     yield f"{state.what}: {_ranks(state)}; {age(state)}"
     yield _share(state, unicode)
     yield _topic("documents", _documents(totals) if totals.documents or not state.is_finished else "none in the input")
-    if advice := _uneven(state):
-        yield _topic("reshard", advice)
     if totals.started is not None:
         yield _topic("rate", _rate(totals))
         yield _topic("tokens", _tokens(totals))
@@ -201,8 +192,6 @@ def _ago(state: RunState) -> str:
 def _share(state: RunState, unicode: bool) -> str:
     totals = state.totals
     share = 1.0 if state.is_finished else totals.position.share
-    if share is None and state.is_dealt_anew:
-        return "  no percentage: not every rank has begun since the input was dealt out anew, or its size is not known"
     if share is None:
         first = state.read_at - (totals.started or 0.0) < _FIRST_SECONDS
         return f"  no percentage{' yet' if first else ''}: it is not known how much of the input is done"
@@ -217,25 +206,6 @@ def _share(state: RunState, unicode: bool) -> str:
         left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
         left += f", not counting {plural(totals.halted, 'rank')} without progress" if totals.halted else ""
     return f"  {bar} {about}{percent(share)} of the input{'' if totals.exact else _ago(state)}, {left}"
-
-
-def _uneven(state: RunState) -> str:
-    """Says that few ranks hold most of what is left, and what to do; empty if dealing it out anew would gain little."""
-    tasks, open_ranks = max(state.tasks, len(state.ranks)), [one for one in state.ranks if one.state != "finished"]
-    known = [one.position for one in open_ranks if one.position.total is not None]
-    left = sorted((max(0, (one.total or 0) - one.done) for one in known), reverse=True)
-    if tasks < 2 or state.totals.not_started or len(known) < len(open_ranks) or not sum(left):
-        return ""
-    longer = left[0] * tasks / sum(left)
-    times = [one.time_left for one in open_ranks if one.time_left is not None]
-    if longer < _UNEVEN or (times and max(times) < _SOON_SECONDS):
-        return ""
-    few = next(number for number in range(1, len(left) + 1) if sum(left[:number]) >= _MOST * sum(left))
-    return with_config(
-        f"{few} of {tasks} ranks hold {percent(sum(left[:few]) / sum(left))} of what is left; dealt out to all, it "
-        f"would take about 1/{longer:.0f} of the time. Stop the run, then: {reshard_command(tasks)}",
-        state.given,
-    )
 
 
 def _documents(totals: Totals) -> str:
@@ -327,14 +297,12 @@ def _dead(state: RunState, totals: Totals) -> str:
 def _describe_trouble(state: RunState) -> Iterator[str]:
     """The ranks that need attention, each with its reason."""
     troubled = state.troubled
-    if state.refusal:
-        yield state.refusal
     if troubled:
         yield f"{_plural(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} attention:"
     if state.is_mostly_dead:
         often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
         yield f"More than half of the documents are dead letters{often}. Correct that, and retry them at the end."
-    elif not troubled and not state.refusal:
+    elif not troubled:
         yield "No rank needs attention."
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
         ranks = [rank for rank in troubled if rank.trouble == trouble]

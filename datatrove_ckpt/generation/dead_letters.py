@@ -22,7 +22,6 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.job import retired_ranks
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
@@ -139,11 +138,6 @@ class TakenLetters:
                 "this rank over: move its folder, those of its retries, and its output files elsewhere."
             )
         return line
-
-
-def retried_ranks(root: Path, rank: int, world_size: int) -> list[int]:
-    """The ranks whose dead letters a task retries: its own, last, and before it those that no task has any more."""
-    return [*(one for one in sorted(retired_ranks(root)) if one % world_size == rank), rank]
 
 
 class DeadLetterPass:

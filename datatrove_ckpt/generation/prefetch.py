@@ -18,7 +18,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncIterator, Iterable, Sequence, Sized
 from copy import deepcopy
 
 from datatrove.data import Document
@@ -27,7 +27,6 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
@@ -162,7 +161,6 @@ class DocumentSource:
         pipeline: the steps before the runner, as the executor has them; None if that is not known.
         revisions: the commits of datasets that the job reads; None without a checkpoint.
         records_per_chunk: documents of a chunk.
-        share: what the rank reads; None: what datatrove deals out to it.
         finished: where documents are looked up that need no request.
     """
 
@@ -174,21 +172,19 @@ class DocumentSource:
         pipeline: Sequence[StepRecord] | None = None,
         revisions: Revisions | None = None,
         records_per_chunk: int = 1,
-        share: Share | None = None,
         finished: FinishedDocuments | None = None,
     ) -> None:
         self._finished = finished
         self._revisions = revisions
-        self._share = share
         self._stats = StepStats(documents)
         self._records_per_chunk = records_per_chunk
         self._read = 0
         self._stateful_steps = stateful_steps(documents) if seek is None else []
         self._may_seek = not self._stateful_steps if seek is None else seek
         self._readers = PipelineReaders(documents, pipeline)
-        self._documents = self._shared(documents)
+        self._documents = iter(documents)
         self._keep_as_read = keep_as_read
-        self._reading = Reading(revisions=revisions, share=share)
+        self._reading = Reading(revisions=revisions)
         self._last_position: Position | None = None
         self._held: SourceDocument | None = None
         self._previous: SourceDocument | None = None
@@ -332,16 +328,6 @@ class DocumentSource:
                 self._ended = True
                 self._wake()
 
-    def _shared(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """The documents; refused if they are not those of the rank's share."""
-        if self._share is None:
-            yield from documents
-            return
-        for document in documents:
-            self._reading.check_share()
-            yield document
-        self._reading.check_share()
-
     def _put(self, source: SourceDocument) -> bool:
         """Passes on the document before this one, and holds this one until the next comes. False: the rank ended."""
         self._check_order(source)
@@ -407,7 +393,7 @@ class DocumentSource:
     def _skip(self, point: ResumePoint) -> None:
         started = time.monotonic()
         if point.position is not None and self._may_seek:
-            self._reading = Reading(point.position, self._revisions, self._share)
+            self._reading = Reading(point.position, self._revisions)
             with self._reading:
                 first = list(itertools.islice(self._documents, 1))
             self._documents = itertools.chain(first, self._documents)

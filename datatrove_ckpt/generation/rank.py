@@ -20,16 +20,15 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import RUN, SHARD, rank_folder
+from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharded
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.shares import read_shares
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, plural_is
-from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters, retried_ranks
+from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
 from datatrove_ckpt.generation.failures import Failures, correction
@@ -109,22 +108,19 @@ class _Run:
             shutdown = self.preemption.shutdown
             without = partial(NullCheckpoint, step.output_writer, rank, step.records_per_chunk, shutdown)
             self._process(self.data, rank, without, None)
-        elif not step.retry_dead_letters:
-            with naming_mirror(step):
-                restore_from_mirror(step, rank, self.preemption)
-                self._process(self.data, rank, *self._checkpoint(step.checkpoints_root, rank))
-        else:
-            for one in retried_ranks(step.checkpoints_root, rank, self.world_size):
-                self._retry(one)
+            return
+        refuse_resharded(step.checkpoints_root)
+        if step.retry_dead_letters:
+            self._retry(rank)
+            return
+        with naming_mirror(step):
+            restore_from_mirror(step, rank, self.preemption)
+            self._process(self.data, rank, *self._checkpoint(step.checkpoints_root, rank))
 
     def _retry(self, rank: int) -> None:
         step = self.step
         restore_from_mirror(step, rank, self.preemption)
-        folder = rank_folder(step.checkpoints_root, rank)
-        if rank < self.world_size:
-            StepStats(self.data).restore(folder / SHARD)
-        elif not (folder / RUN).exists():  # of an earlier number of tasks, and it never started
-            return
+        StepStats(self.data).restore(rank_folder(step.checkpoints_root, rank) / SHARD)
         if (retry := DeadLetterPass.next(step.checkpoints_root, rank)) is None:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             RankNumbers(rank, step.checkpoints_root).fill(step.stats)
@@ -263,21 +259,14 @@ def open_source(
     rank: int | None,
     finished: FinishedDocuments | None = None,
 ) -> DocumentSource:
-    """A rank's documents. To be called with the rank's lock, so that no ``reshard`` changes its share meanwhile.
+    """A rank's documents.
 
     Args:
         rank: None: there is no checkpoint.
-
-    Raises:
-        CheckpointCorrupt, StorageFailed: ``shares.json`` cannot be read.
     """
-    root = None if rank is None else step.checkpoints_root
-    revisions = None if root is None else Revisions(root)
-    # The dead letters that a retry reads are no part of the input that ranks share.
-    shares = None if root is None or step.retry_dead_letters else read_shares(root)
-    share = None if shares is None or rank is None else shares.of(rank)
+    revisions = None if rank is None else Revisions(step.checkpoints_root)
     return DocumentSource(
-        documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, share, finished
+        documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, finished
     )
 
 
@@ -440,9 +429,9 @@ def open_mirror(
     from datatrove_ckpt.mirror.job import join_mirrored_job
     from datatrove_ckpt.mirror.mirror import RemoteMirror
 
-    shared: dict[str, bytes] = {}
+    job = None
     if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
         with preemption.interruptible():
-            shared = join_mirrored_job(remote, step.checkpoints_root, rank, identity, step.accept_changes)
+            job = join_mirrored_job(remote, step.checkpoints_root, rank, identity, step.accept_changes)
     url = f"{remote}/{folder.relative_to(step.checkpoints_root)}"
-    return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, shared)
+    return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)

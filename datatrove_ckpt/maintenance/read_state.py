@@ -29,8 +29,8 @@ from datatrove_ckpt.checkpoint.history_log import (
     downtime,
 )
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
-from datatrove_ckpt.checkpoint.identity import RESHARDS, mixed_settings, read_run, settings_in
-from datatrove_ckpt.checkpoint.job import JobLedger
+from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run, settings_in
+from datatrove_ckpt.checkpoint.job import removed_ranks
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
@@ -90,16 +90,11 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         changes = changes + read_run(place.folder / layout.JOB).get("accepted_changes", [])
     state.mixed = mixed_settings(changes)
     state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
-    job = _sort_out(state, place)
+    _sort_out(state, place.folder)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
-    state.is_half_resharded = (place.folder / layout.RESHARD_PLAN).exists()
-    try:
-        job.check(job.newer(), *([] if place.is_copy else [job.lost()]))  # a mirror may get these from another node
-    except CheckpointError as error:
-        state.refusal = place.said(str(error))
     words = [rank.last_word for rank in (*state.ranks, *state.retries) if rank.last_word is not None]
     state.newest = max(words, default=None)
     return state
@@ -150,15 +145,13 @@ def _read_some(tasks: list[_Task]) -> list[RankState]:
     return found
 
 
-def _sort_out(state: RunState, place: Place) -> JobLedger:
-    """Which ranks are missing, and which do not belong to the run."""
-    job = JobLedger.read(place.folder, state.tasks, {rank.rank: rank.reshards for rank in state.ranks})
-    state.missing, state.gone, state.foreign = job.missing, job.removed, job.foreign
+def _sort_out(state: RunState, folder: Path) -> None:
+    """Finds the ranks that are missing, and those that do not belong to the run."""
+    numbers = {rank.rank for rank in state.ranks}
+    state.missing = [rank for rank in range(state.tasks) if rank not in numbers]
+    state.gone = removed_ranks(folder, state.missing)
+    state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
-    for rank in state.ranks:
-        if rank.rank in job.shares.retired:  # the rest of its input is in the shares of others
-            rank.position = rank.position._replace(total=rank.position.done)
-    return job
 
 
 def _copied_at(place: Place, root: str, number: int) -> float | None:
@@ -279,8 +272,6 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
     done = sum(rank.position.done for rank in known)
     total = sum(rank.position.total or 0 for rank in known)
     others = len(ranks) - len(known) + totals.not_started
-    if others and any(rank.reshards for rank in ranks):
-        return  # what the others have was dealt out anew by what was left
     if others:
         begun = sum(rank.documents for rank in ranks if rank.position.total is None)
         done += min(round(begun * _input_per_document(ranks)), total * others // len(known))
@@ -349,9 +340,6 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         if last.documents.read or not rank.documents:  # else more is done than that line knows
             rank.position = _reached(last, rank)
         rank.work, rank.seconds = last.total, max(rank.seconds, last.seconds.total)
-    rank.reshards = ledger.run.get(RESHARDS, 0)
-    if rank.reshards and not ledger.is_finished and (last is None or last.attempt < rank.number_of_attempts):
-        rank.position = InputPosition()  # of the share before
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))

@@ -62,7 +62,7 @@ class Sums:
         counts, chunks, files: what is committed.
         unfinished: the documents in journals of chunks that are not committed, by ``unfinished_chunks``.
         exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
-        position: how much of the input is done; not known of a share that the rank has not begun with.
+        position: how much of the input is done.
         work: what all attempts did, as of the last line of the history.
         models: the same of each model, by its name, if there are several.
         lost_in_flight: requests in flight when an attempt ended without a word, as of its last line: they are sent
@@ -120,7 +120,6 @@ class RankState(Sums):
         root: "" or the retry of dead letters that it belongs to, such as "retry-00001".
         folder: its files, or a copy of them.
         trouble, reason: why it needs attention; None and "" if it does not.
-        reshards: how many times the input was dealt out anew.
         has_rate: ``rates`` are of five minutes at least, so that they can be compared.
         seconds: what its attempts took together.
         downtime: seconds between attempts that were cut short and the ones after them.
@@ -138,7 +137,6 @@ class RankState(Sums):
     state: State
     trouble: Trouble | None = None
     reason: str = ""
-    reshards: int = 0
     has_rate: bool = False
     seconds: float = 0.0
     downtime: float = 0.0
@@ -222,8 +220,6 @@ class RunState:
         missing: ranks of the run that have no folder.
         gone: of these, ranks that had committed chunks: their folders were removed.
         foreign: ranks with higher numbers than the run has. They are nowhere counted.
-        refusal: why no rank of it can start, and what to do; empty if nothing is known to refuse it.
-        is_half_resharded: this is because `reshard` was interrupted, so nothing is damaged.
         ranks, retries: in ascending order. Retries of dead letters read documents that ``ranks`` have read before.
     """
 
@@ -238,8 +234,6 @@ class RunState:
     missing: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)
-    refusal: str = ""
-    is_half_resharded: bool = False
     ranks: list[RankState] = field(default_factory=list)
     retries: list[RankState] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
@@ -275,19 +269,13 @@ class RunState:
     @property
     def is_damaged(self) -> bool:
         """Whether a file of the run cannot be used, or is missing."""
-        damaged = self.totals.states["damaged"] or self.retried.states["damaged"]
-        return bool(damaged or (self.refusal and not self.is_half_resharded))
+        return bool(self.totals.states["damaged"] or self.retried.states["damaged"])
 
     @property
     def is_mostly_dead(self) -> bool:
         """Whether more than half of the documents are dead letters. Of fewer than 20, that may be bad luck."""
         done = self.together.done
         return 2 * done.dead > done.read >= 20
-
-    @property
-    def is_dealt_anew(self) -> bool:
-        """Whether the number of tasks was changed since the run began."""
-        return any(rank.reshards for rank in self.ranks)
 
     @property
     def is_finished(self) -> bool:
@@ -326,7 +314,6 @@ def to_json(state: RunState) -> Json:
         "not_started": state.missing,
         "gone": state.gone,
         "foreign": state.foreign,
-        "refusal": state.refusal,
         "attention": [{name: getattr(rank, name) for name in _TROUBLE} for rank in state.troubled],
         "ranks": [_rank(rank) for rank in (*state.ranks, *state.retries)],
     }

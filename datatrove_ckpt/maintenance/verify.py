@@ -36,8 +36,8 @@ from posixpath import dirname
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
-from datatrove_ckpt.checkpoint.identity import RESHARDS, RunIdentity, comparable, compare, read_run
-from datatrove_ckpt.checkpoint.job import JobLedger, name_tasks, recorded_output
+from datatrove_ckpt.checkpoint.identity import RunIdentity, comparable, compare, read_run
+from datatrove_ckpt.checkpoint.job import name_tasks, recorded_output, removed_ranks
 from datatrove_ckpt.checkpoint.layout import HOME, JOB, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want, name_place, read_rank, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
@@ -252,17 +252,27 @@ def accepted_changes(*ranks: RankLedger) -> list[Json]:
 
 def _check_ranks(report: Report) -> None:
     # A retry has only the ranks with dead letters, so its ranks do not count.
-    kept = {rank.number: rank.run.get(RESHARDS, 0) if rank.run else None for rank in report.ranks if not rank.root}
-    job = JobLedger.read(report.checkpoints, report.tasks, kept)
-    tasks, missing = plural(report.tasks, "task"), job.not_started
-    report.not_started = missing
-    if missing:
-        have = "has" if len(missing) == 1 else "have"
-        report.add_problem("unfinished", f"{len(missing)} of {tasks} {have} not started ({name_tasks(missing)}).")
-    too_many = ((number, f"is one too many: the run has {tasks}.") for number in job.foreign)
-    for number, message in (*job.problems(), *too_many):
-        folder = report.checkpoints if number is None else rank_folder(report.checkpoints, number)
-        report.problems.append(Problem("rank", message, rank=number, path=str(folder)))
+    ranks = {rank.number for rank in report.ranks if not rank.root}
+    missing = [rank for rank in range(report.tasks) if rank not in ranks]
+    removed = removed_ranks(report.checkpoints, missing)
+    report.not_started = [rank for rank in missing if rank not in removed]
+    tasks = plural(report.tasks, "task")
+    if report.not_started:
+        number = len(report.not_started)
+        have = "has" if number == 1 else "have"
+        report.add_problem("unfinished", f"{number} of {tasks} {have} not started ({name_tasks(report.not_started)}).")
+    for rank in removed:
+        folder = str(rank_folder(report.checkpoints, rank))
+        message = (
+            f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for good, have its "
+            f"documents processed, and paid, again: move the output files of task {rank} elsewhere, delete "
+            f"completions/{rank:05d} in logging_dir, then run."
+        )
+        report.problems.append(Problem("rank", message, rank=rank, path=folder))
+    for rank in sorted(ranks):
+        if 0 < report.tasks <= rank:
+            folder = str(rank_folder(report.checkpoints, rank))
+            report.problems.append(Problem("rank", f"is one too many: the run has {tasks}.", rank=rank, path=folder))
 
 
 # verify columns -------------------------------------------------------------------------------------------------------
@@ -388,7 +398,6 @@ class Report:
 # The names, sizes and hashes of all committed files are in memory, and so is the folder's listing. Content is streamed.
 
 
-_BLOCK = 1 << 20
 _OF_ANOTHER_NAME = (
     "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."
 )

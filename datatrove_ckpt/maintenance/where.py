@@ -8,7 +8,6 @@ mirror instead (``Place.said``).
 from __future__ import annotations
 
 import re
-import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from datatrove_ckpt.mirror.reading import MirrorReader
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_ON_CONFIG = re.compile(r"datatrove-ckpt reshard CONFIG\b")
 
 
 @dataclass(slots=True)
@@ -73,15 +71,8 @@ class Place:
             self.mirror.refresh()
 
     def said(self, text: str) -> str:
-        """A text with the mirror's URL in place of the copy's path, and commands with the YAML file, if it is known."""
-        text = text.replace(str(self.folder), self.what) if self.is_copy else text
-        return with_config(text, self.given if self.config else ())
-
-
-def with_config(text: str, given: Sequence[str]) -> str:
-    """A text whose commands on CONFIG name the YAML file that was given, with its overrides."""
-    but_tasks = [one for one in given if not one.startswith(("--executor.tasks=", "--tasks="))]
-    return _ON_CONFIG.sub(lambda _: f"datatrove-ckpt reshard {shlex.join(but_tasks) or 'CONFIG'}", text)
+        """A text with the mirror's URL in place of the copy's path."""
+        return text.replace(str(self.folder), self.what) if self.is_copy else text
 
 
 def is_config(what: str) -> bool:
@@ -125,7 +116,7 @@ def open_place(
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         place.folder, root = Path(folder), url.rstrip("/")
         below = "" if config is not None else default_mirror(f"{root}/logs")
-        for mirror in _mirrors(url, below):
+        for mirror in filter(None, (url, below)):
             place.mirror = MirrorReader(mirror, place.folder, wanted, trusted)
             place.what = place.mirror.url
             place.refresh()
@@ -141,15 +132,6 @@ def open_place(
         if mirror != url:  # WHAT is a run folder
             place.output, place.logging_dir = f"{root}/output", f"{root}/logs"
         yield place
-
-
-def _mirrors(url: str, below: str) -> Iterator[str]:
-    """WHAT itself; then, if that is none, the mirror that a run folder has below it."""
-    yield url
-    if below:
-        from datatrove_ckpt.mirror.reading import newest_mirror
-
-        yield newest_mirror(below)
 
 
 def _named(what: str) -> tuple[Place, str | None]:

@@ -1,6 +1,6 @@
 """Changes the checkpoint of a rank on its mirror: restored into a local folder, and uploaded again.
 
-``repair`` does so. ``reshard`` uploads to a new mirror.
+``repair`` does so.
 
 The upload is a new version of a new owner. A node that still has the rank's folder sees that the mirror is further, and
 restores it at its next start. A process that still works on the rank stops when it sees the new owner.
@@ -21,24 +21,14 @@ from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.mirror.job import restore_job, restore_shares, upload_shares
+from datatrove_ckpt.mirror.job import restore_job
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.mirror import Uploads
-from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.mirror.reading import rank_names, unreadable
+from datatrove_ckpt.mirror.reading import unreadable
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.retrying import failure_line
 
 _THREADS = 32
-
-
-def restore_all(url: str, folder: Path) -> None:
-    """Restores all ranks of a mirror, with their retries. Errors: as ``restore_ranks``."""
-    try:
-        names = list(rank_names(ObjectStore(url)))
-    except OSError as error:
-        raise unreadable(url, error) from error
-    restore_ranks(url, names, folder)
 
 
 def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
@@ -54,7 +44,6 @@ def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
     try:
         for name in names:
             restore(f"{url}/{name}", folder / name)
-        restore_shares(url, folder)
         restore_job(url, folder)
     except OSError as error:
         raise unreadable(url, error) from error
@@ -86,25 +75,11 @@ def upload_rank(url: str, folder: Path) -> None:
         ) from error
 
 
-def upload_ranks(url: str, root: Path) -> None:
-    """Uploads all ranks of a folder, with their retries, to a mirror that holds none: tasks start on other nodes.
-
-    Raises:
-        StorageFailed: one could not be uploaded.
-    """
-    upload_shares(url, root)  # first: a rank that finds none reads what datatrove deals out
-    roots = [root, *layout.retry_folders(root)]
-    folders = [layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)]
-    for folder in folders:
-        if (folder / layout.RUN).exists():
-            upload_rank(f"{url}/{folder.relative_to(root)}", folder)
-
-
 def upload_finished_ranks(url: str, root: Path) -> None:
-    """Uploads the finished ranks that a mirror lacks, those of an earlier number of tasks and retries among them.
+    """Uploads the finished ranks that a mirror lacks, retries among them.
 
-    A mirror may be set later, and after ``reshard`` a run has a new one: ranks that run no more would never reach it.
-    A remote that fails costs a warning; the next start tries again.
+    A mirror may be set later: ranks that are finished by then would never reach it. A remote that fails costs a
+    warning; the next start tries again.
 
     Args:
         url: ``checkpoints_remote_dir``. That it is no mirror of before is checked already.
@@ -118,7 +93,6 @@ def upload_finished_ranks(url: str, root: Path) -> None:
             known = threads.map(_is_uploaded, finished)
             missing = [place for place, is_there in zip(finished, known, strict=True) if not is_there]
         if missing:
-            upload_shares(url, root)  # first, if there is one: a mirror without it is one of before
             with ThreadPoolExecutor(_THREADS) as threads:
                 list(threads.map(lambda place: upload_rank(place, finished[place]), missing))
             logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")

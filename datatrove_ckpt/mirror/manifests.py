@@ -44,7 +44,6 @@ from datatrove_ckpt.checkpoint.layout import (
     RETRY_INPUT,
     SHARD,
     is_journal,
-    is_rank,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import is_count, seal, unseal
@@ -60,10 +59,10 @@ _SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
 
 
 class Seal:
-    """Adds and checks the seals of one rank's versions, or of ``shares.json``. Without a key it adds none.
+    """Adds and checks the seals of one rank's versions. Without a key it adds none.
 
     Args:
-        url: URL of the rank's folder on the remote, or of the mirror: then its place is "".
+        url: URL of the rank's folder on the remote.
 
     Raises:
         ConfigError: the key is too short.
@@ -73,7 +72,7 @@ class Seal:
         self._url = url
         *_, parent, folder = ["", *url.rstrip("/").split("/")]
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
-        self._place = f"{parent}/{folder}" if retry_number(parent) is not None else folder if is_rank(folder) else ""
+        self._place = f"{parent}/{folder}" if retry_number(parent) is not None else folder
         self._key = Key.wrap(os.environ.get(MIRROR_KEY_VARIABLE))
         self.is_on = self._key is not None
         """Whether there is a key."""

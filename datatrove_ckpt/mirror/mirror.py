@@ -37,7 +37,7 @@ from loguru import logger
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval, Seconds
-from datatrove_ckpt.checkpoint.layout import RUN
+from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import Snapshot, Source
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed, TooManyOpenFiles
@@ -275,14 +275,14 @@ class RemoteMirror:
         seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads and
             chooses a time between 5 and 600 seconds, so that uploading takes up to 5 % of the time.
         shutdown: of the rank; by default of nobody.
-        shared: what the ranks' common folder lacks, by name. It goes up first.
+        job: the ``job.json`` that the mirror lacks. It goes up first.
     """
 
     url: str
     folder: Path
     seconds: Seconds
     shutdown: Shutdown = field(default_factory=Shutdown)
-    shared: dict[str, bytes] = field(default_factory=dict)
+    job: bytes | None = None
 
     def __post_init__(self) -> None:
         self._interval = Interval(self.seconds, MIRROR_TUNING)
@@ -454,7 +454,7 @@ class RemoteMirror:
             snapshot, grown = self._take_snapshot(uploads, stack)
             # Again, because taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
-            self._put_shared()
+            self._put_job()
             uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
@@ -467,13 +467,12 @@ class RemoteMirror:
         if uploads.publish(last and self._completed):
             self._interval.took(time.monotonic() - start)
 
-    def _put_shared(self) -> None:
-        while self.shared:
-            name, data = next(iter(self.shared.items()))
+    def _put_job(self) -> None:
+        if self.job is not None:
             url = self.url.rpartition("/")[0]
             with needs_bucket(url):
-                ObjectStore(url).put(name, data)
-            del self.shared[name]
+                ObjectStore(url).put(JOB, self.job)
+            self.job = None
 
     def _raise_if_interrupted(self, last: bool) -> None:
         """When the rank stops, an upload under way gives way to the ``last`` one."""

@@ -7,7 +7,6 @@ rank, in a folder of their own. A rank that is not finished gets an empty lock f
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +16,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
-from datatrove_ckpt.mirror.job import restore_job, restore_shares
+from datatrove_ckpt.mirror.job import restore_job
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.retrying import failure_line
@@ -25,7 +24,6 @@ from datatrove_ckpt.retrying import failure_line
 # Object stores answer after tens of milliseconds, whatever is asked, and answer many at once.
 _THREADS = 32
 
-_RESHARDED = re.compile(r"(.*)\.resharded-(\d+)")
 
 Wanted = Callable[[str, int], bool]
 """Whether a file is needed, by its name and its size in bytes."""
@@ -59,7 +57,7 @@ class MirrorReader:
         self._trusted = trusted
 
     def refresh(self) -> None:
-        """Copies the ranks that have a newer version than the copy, and what tells which of them have no task any more.
+        """Copies the ranks that have a newer version than the copy.
 
         Raises:
             StorageFailed: the mirror cannot be read.
@@ -68,12 +66,11 @@ class MirrorReader:
         """
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
+                layout.refuse_resharded(self._folder, self._store.names())
                 names = list(rank_names(self._store))
                 for name, copied in zip(names, threads.map(self._copy, names), strict=True):
                     if copied is not None:
                         self.ranks[name] = copied
-            if not (self._folder / layout.SHARES).exists():  # a mirror that has ranks keeps what it has
-                restore_shares(self.url, self._folder, self._trusted)
             restore_job(self.url, self._folder)
         except OSError as error:
             raise unreadable(self.url, error) from error
@@ -124,28 +121,6 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
             yield name
         elif layout.retry_number(name) is not None:
             yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
-
-
-def resharded(url: str) -> str | None:
-    """The mirror that ``reshard`` has made of this one, if there is one. Errors: see ``holds_ranks``."""
-    return following if holds_ranks(following := _following(url)) else None
-
-
-def newest_mirror(url: str) -> str:
-    """The last one that ``reshard`` has made, one of the other, from this one on; or this one. Errors: as above."""
-    while (newer := resharded(url)) is not None:
-        url = newer
-    return url
-
-
-def new_mirror(url: str) -> str:
-    """Where ``reshard`` makes one of this mirror: URL.resharded-1, URL.resharded-2, ... Errors: as above."""
-    return _following(newest_mirror(url))
-
-
-def _following(url: str) -> str:
-    found = _RESHARDED.fullmatch(url.rstrip("/"))
-    return f"{found[1]}.resharded-{int(found[2]) + 1}" if found else f"{url.rstrip('/')}.resharded-1"
 
 
 def holds_ranks(url: str) -> set[str]:

@@ -24,7 +24,7 @@ import posixpath
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -617,16 +617,13 @@ class OutputCheck:
         others = {digits[:end] for digits in numbers for end in range(5, len(digits) + 1)} - {f"{rank:05d}"}
         return not any(self._of_rank(rank=number).fullmatch(name) for number in others)
 
-    def refuse_other_ranks(self, found: FoundFiles, tasks: int, retired: Collection[int] = ()) -> None:
+    def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
         """Refuses files of ranks that the job does not have: it ran with another number of tasks before.
-
-        Args:
-            retired: ranks that ``reshard`` has left what they had committed.
 
         Raises:
             OutputMismatch: naming some of them.
         """
-        others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks and rank not in retired}
+        others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks}
         names = sorted(name for files in others.values() for _, name in files)
         which = f"are of ranks that a job with tasks={tasks} does not have"
         self._refuse(names, which, self._is_certain)
@@ -648,21 +645,12 @@ class OutputCheck:
         if names:
             logger.warning(f"{self._what(names, which)} {stray_advice(len(names))}.")
 
-    def unfinished_files(self, commits: RankCommits, found: FoundFiles, any_chunk: bool = False) -> list[str]:
-        """The files of chunks that were published, and not committed before a kill.
-
-        Args:
-            any_chunk: also of chunks that the rank's checkpoint does not know, because it is older than its output.
-        """
-        names = sorted(name for _, name in found.by_rank[commits.rank])
-        return [name for name in names if self._may_be_committed(commits, name, any_chunk)]
-
-    def _may_be_committed(self, commits: RankCommits, name: str, any_chunk: bool = False) -> bool:
+    def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
         match = self._ours.fullmatch(name)
         if match is None:
             return False
         (root, _), chunk_index = rank_and_chunk(match)
-        return (root, chunk_index) in commits.unfinished or (any_chunk and not root)
+        return (root, chunk_index) in commits.unfinished
 
     def _repair(self, found: FoundFiles) -> str:
         """The command that has lost files made again."""

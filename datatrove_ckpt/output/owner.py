@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-import re
 import secrets
 import shlex
 import socket
@@ -46,7 +45,6 @@ from datatrove_ckpt.retrying import failure_line, file_system_call, http_status,
 
 _CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
 _READ_AGAIN_SECONDS = 1.0
-_RESHARDED = re.compile(r"\.resharded-\d+$")  # a mirror that ``reshard`` has made of another one
 _LIMITED = 429
 _MISMATCH = 412
 """HTTP status of a commit whose parent is not the newest commit any more."""
@@ -92,7 +90,7 @@ class Homes(NamedTuple):
         """The mirror, or the folder of the checkpoints."""
         if self.mirror is None:
             return str(self.root.absolute())
-        mirror = _RESHARDED.sub("", self.mirror.rstrip("/"))
+        mirror = self.mirror.rstrip("/")
         return mirror if "://" in mirror else str(Path(mirror).absolute())
 
     def begun(self, key: str = "") -> Owner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from inspect import Parameter, signature
 from itertools import pairwise
@@ -21,14 +21,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
 from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
-from datatrove_ckpt.checkpoint.job import (
-    JobChanges,
-    JobLedger,
-    compare_job,
-    name_tasks,
-    note_output,
-    retired_ranks,
-)
+from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks, note_output
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
     RUN,
@@ -36,17 +29,16 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    reshard_command,
+    refuse_resharded,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
-from datatrove_ckpt.checkpoint.resharding import refuse_half_resharded
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
-from datatrove_ckpt.mirror.job import compare_mirrored_job, restore_shares
+from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.output.committed import (
     CommittedFile,
@@ -93,12 +85,11 @@ from datatrove_ckpt.runner import InferenceRunner
 _MIRROR_THREADS = 16
 
 
-def check_job(plan: RunPlan, dry_run: bool = False, deals_out: bool = False) -> list[str]:
+def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
     """Compares a job, and those that it depends on, with what its folders hold from earlier runs. Starts nothing.
 
     Args:
         dry_run: remove no marker and restore nothing from a mirror.
-        deals_out: for ``reshard``, which gives other tasks what those of an earlier number have left.
 
     Returns:
         For each marker that is removed, or would be, what is wrong with it.
@@ -116,9 +107,7 @@ def check_job(plan: RunPlan, dry_run: bool = False, deals_out: bool = False) -> 
             _check_tasks(plan)
             continue
         root = runner.root or Path(runner.step.checkpoints_local_dir)
-        wrong += _check_runner(plan, runner, root, dry_run, deals_out)
-        if not deals_out:
-            _refuse_left_behind(root, plan.tasks)
+        wrong += _check_runner(plan, runner, root, dry_run)
     return wrong
 
 
@@ -192,12 +181,10 @@ def _check_tasks(plan: RunPlan) -> None:
         )
 
 
-def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, deals_out: bool) -> list[str]:
-    refuse_half_resharded(root)
+def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
+    refuse_resharded(root)
     skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
-        job = JobLedger.read(root)
-        job.check(job.newer(), job.older())
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
     with ExitStack() as stack:
@@ -208,50 +195,15 @@ def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool, 
         missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
         if mirror and missing and dry_run:
             skipped = [rank for rank in skipped if rank not in missing]
-        elif mirror and not dry_run:
-            _restore(mirror, folder, missing, plan.tasks)
+        elif mirror:
+            with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
+                list(pool.map(partial(restore_rank, mirror, folder, retries=False), missing))
         wrong = _find_wrong(plan, runner, root, folder, skipped)
-    job = JobLedger.read(root, plan.tasks, ranks={})
-    job.refuse_other_number()
-    if not deals_out and not (mirror and dry_run):
-        job.check(job.lost())
     for rank, text in wrong.items():
         if not dry_run:
             logger.warning(f"{text} The marker is removed, so the task runs again.")
             plan.forget(rank)
     return list(wrong.values())
-
-
-def _refuse_left_behind(root: Path, tasks: int) -> None:
-    """Refuses a run if tasks of an earlier, larger number have something to do again, which no task would do."""
-    folders = {rank: rank_folder(root, rank) for rank in sorted(retired_ranks(root))}
-    left = [rank for rank, folder in folders.items() if (folder / RUN).exists() and not is_finished(folder)]
-    if left:
-        raise CheckpointMismatch(
-            f"{root}: chunks of {name_tasks(left)} are to be made again, and since reshard there are only {tasks} "
-            f"tasks. Deal them out: {reshard_command(tasks)}, then run."
-        )
-
-
-def _restore(url: str, folder: Path, missing: list[int], tasks: int) -> None:
-    """Restores these ranks, and what the mirror may have newer since ``reshard``: no task restores ranks of before.
-
-    Raises:
-        CheckpointMismatch: the mirror is that of an earlier number of tasks, or ranks do not fit ``shares.json``,
-            or it is for another number of tasks.
-    """
-    with suppress(OSError):  # a rank that starts says it
-        restore_shares(url, folder)
-    job = JobLedger.read(folder, tasks)
-    job.check(job.newer())
-    job.refuse_other_number()
-    here = folder.is_dir() and rank_numbers(folder)
-    lost = [rank for rank, _ in job.lost()] if here else sorted(job.shares.retired)
-    older = [rank for rank, _ in job.older()]
-    with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
-        list(pool.map(partial(restore_rank, url, folder, retries=False), sorted({*missing, *lost, *older})))
-    job = JobLedger.read(folder)
-    job.check(job.newer(), job.older())
 
 
 def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]) -> dict[int, str]:
@@ -309,9 +261,8 @@ def _refuse_changes(
             logger.warning(finished)
         return
     tasks = min([tasks, *(change.old for change in found.changes if change.field == "tasks" and change.old)])
-    is_left = len(skipped) < tasks
-    way_out = way_back(found.changes, runner.identity, may_mix, is_left)
-    if not is_left:
+    way_out = way_back(found.changes, runner.identity, may_mix)
+    if len(skipped) >= tasks:
         way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
         letters = [rank_folder(folder, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):
@@ -561,10 +512,10 @@ def check_output_of_run(
     check = OutputCheck(writer, checkpoints, mirror, logging_dir)
     numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
     retries = retry_folders(checkpoints)
-    retired, job = retired_ranks(checkpoints), JobSums()
+    job = JobSums()
 
     def add(rank: RankLedger) -> None:
-        if rank.number < tasks or rank.number in retired:
+        if rank.number < tasks:
             job.add(rank)
 
     try:  # all, before any file is called unknown
@@ -584,10 +535,7 @@ def check_output_of_run(
         elif rank_commits.has_run:
             own = published_names(checkpoints, rank_commits.rank) if found.by_rank[rank_commits.rank] else None
             check.refuse_strangers(rank_commits, found, own)
-    for rank, text in JobLedger.read(checkpoints, ranks={}).lost():  # they may be all that is left of its documents
-        if found.by_rank[rank]:
-            raise OutputMismatch(text)
-    check.refuse_other_ranks(found, tasks, retired)
+    check.refuse_other_ranks(found, tasks)
     return job
 
 

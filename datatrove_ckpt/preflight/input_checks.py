@@ -16,7 +16,6 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
-from datatrove_ckpt.checkpoint.shares import Shares, read_shares
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.generation.as_read import as_read
@@ -305,7 +304,6 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
         if not records:
             continue
         resuming = set(plan.incomplete(skip_completed=True if is_retry else None))  # a retry does not read the input
-        shares = read_shares(root)
         with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
             for number, reader in enumerate(readers):
                 if is_retry and isinstance(reader, HuggingFaceDatasetReader):
@@ -314,12 +312,12 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
                     logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
                     continue
                 read = {rank: record.readers[number] for rank, record in records}
-                compared += _check_reader(plan.tasks, reader, read, resuming, shares)
+                compared += _check_reader(plan.tasks, reader, read, resuming)
     return compared
 
 
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
-    """What each finished rank has read, if a record tells; also those of an earlier, larger number of tasks."""
+    """What each finished rank has read, if a record tells."""
     records = []
     for rank in rank_numbers(root) if root.is_dir() else []:
         folder = rank_folder(root, rank)
@@ -348,15 +346,11 @@ def _who(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} has" if not others else f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
 
 
-def _check_reader(
-    tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int], shares: Shares | None
-) -> int:
+def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]) -> int:
     """Returns the number of files that were compared."""
     # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
     inputs = None if is_whole else list_input(reader)
-    if shares is not None and inputs is not None:
-        shares.of(0).check_input(inputs.names)
     now = then = {file.name: file for record in records.values() for file in record.files}
     if inputs is not None:
         known = [index for index, name in enumerate(inputs.names) if name in then]
@@ -373,13 +367,7 @@ def _check_reader(
             if any(changed.get(name) == _OTHER_CONTENT for name in read):
                 ranks.append(rank)
             continue
-        names: Sequence[str]
-        if inputs is None:
-            names = [file.name for file in record.files]
-        elif shares is None:
-            names = inputs.of_rank(rank, tasks).names
-        else:  # part of a file is compared as the whole of it, by the rank that has its end
-            names = [part.name for part in shares.of(rank).parts if part.end is None or part.name in read]
+        names = [file.name for file in record.files] if inputs is None else inputs.of_rank(rank, tasks).names
         names = names if seed is None else shuffled_names(names, seed)
         would_read = set(names[: len(record.files)] if record.limited else names)
         added |= would_read - read

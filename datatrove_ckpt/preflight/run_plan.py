@@ -20,7 +20,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.formatting import no_bars_in_logs, plural
+from datatrove_ckpt.formatting import no_bars_in_logs
 from datatrove_ckpt.retrying import file_system_call, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -116,19 +116,6 @@ class RunPlan:
                 before.append(step)
         return found
 
-    def only_runner(self, command: str) -> RunnerPlan:
-        """The one runner of the job.
-
-        Raises:
-            ConfigError: there is none, or several, or it keeps no checkpoints.
-        """
-        if len(found := self.runners) != 1 or found[0].step.checkpoints_local_dir is None:
-            raise ConfigError(
-                f"{command}: the pipeline has {plural(len(found), 'InferenceRunner')} of datatrove_ckpt. It needs one, "
-                "with checkpoints_local_dir."
-            )
-        return found[0]
-
     @property
     def kept(self) -> list[tuple[InferenceRunner, Path]]:
         """The runners whose checkpoints are on this machine, with their folders."""
@@ -174,17 +161,13 @@ class RunPlan:
 
 
 @contextmanager
-def checkpoints_seen(
-    executor: PipelineExecutor, dry_run: bool = False, copy: Callable[[str, Path], None] | None = None
-) -> Iterator[Callable[[str], str]]:
+def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Iterator[Callable[[str], str]]:
     """While checks of this machine look at runners whose ranks run as jobs: copies of the mirrors take their places.
 
-    Yields what puts the mirrors' names into a text. A mirror that ``reshard`` has replaced is refused: its run and the
-    new one would write the same documents.
+    Yields what puts the mirrors' names into a text.
 
     Args:
         dry_run: make no repository for the logs.
-        copy: copies a mirror into a folder; None: what shows how far it is.
     """
     names: dict[str, str] = {}
 
@@ -203,7 +186,7 @@ def checkpoints_seen(
         for step in executor.pipeline if is_jobs else ():
             if isinstance(step, InferenceRunner) and (url := step.checkpoints_remote_dir) is not None:
                 folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
-                (copy or _copy)(url, Path(folder))
+                _copy(url, Path(folder))
                 stack.callback(setattr, step, "checkpoints_local_dir", step.checkpoints_local_dir)
                 step.checkpoints_local_dir = folder
                 names[folder] = url
@@ -215,11 +198,6 @@ def checkpoints_seen(
 
 
 def _copy(url: str, folder: Path) -> None:
-    from datatrove_ckpt.mirror.reading import MirrorReader, resharded
+    from datatrove_ckpt.mirror.reading import MirrorReader
 
-    if (newer := resharded(url)) is not None:
-        raise ConfigError(
-            f"checkpoints_remote_dir: {url}: reshard has made {newer} of it. Set that, and its tasks; or remove "
-            "it, if that reshard was interrupted, or nothing has run with it."
-        )
     MirrorReader(url, folder, lambda name, size: not is_journal(name)).refresh()

@@ -69,24 +69,15 @@ def raise_limit(requests: int, servers: int) -> None:
         ConfigError: the hard limit is too low. Only an administrator can raise that one.
     """
     needed = files_needed(requests, servers)
-    # With several servers, connections to one may still be idle while all requests go to the others.
-    _raise_soft_limit(needed + _SPARE + (requests if servers > 1 else 0))
-    allowed = limits()[0]
-    if allowed < needed:
-        raise ConfigError(too_low(requests, needed, allowed))
-
-
-def allow_open_files(number: int) -> None:
-    """Raises the soft limit so that so many more files can be open at once, as far as the hard limit lets it."""
-    _raise_soft_limit(_open_now() + number + _FILES + _SPARE)
-
-
-def _raise_soft_limit(number: int) -> None:
     soft, hard = limits()
-    wanted = min(number, hard)
+    # With several servers, connections to one may still be idle while all requests go to the others.
+    wanted = min(needed + _SPARE + (requests if servers > 1 else 0), hard)
     if soft < wanted:
         with suppress(ValueError, OSError):  # some systems allow less than the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    allowed = limits()[0]
+    if allowed < needed:
+        raise ConfigError(too_low(requests, needed, allowed))
 
 
 def too_low(requests: int, needed: int, allowed: int) -> str:

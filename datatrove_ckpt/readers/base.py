@@ -24,20 +24,16 @@ from tqdm import tqdm
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
-from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files, refuse_file_without_documents
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
-    PartInputs,
     metadata_hash,
-    part_of,
     record_reader,
     remedy,
     shorten,
     shuffled_names,
-    until_end,
 )
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
@@ -84,8 +80,8 @@ def checked_state(reader: Any, state: State | None, shard: ShardKey, own: State)
             f"{where} was made by reader {made_by[0]!r} (version {made_by[1]}), and this is {reads[0]!r} "
             f"(version {reads[1]}). {remedy()}"
         )
-    then = state["options"] | ({"shard": _comparable(state["shard"], shard)} if "shard" in state else {})
-    now = own["options"] | ({"shard": _comparable(shard, shard)} if "shard" in state else {})
+    then = state["options"] | ({"shard": state["shard"]} if "shard" in state else {})
+    now = own["options"] | ({"shard": shard} if "shard" in state else {})
     for key in then | now:
         old, new = then.get(key, USUAL_KEYS.get(key)), now.get(key, USUAL_KEYS.get(key))
         if key == "default_metadata":
@@ -101,12 +97,6 @@ def checked_state(reader: Any, state: State | None, shard: ShardKey, own: State)
             + remedy(f"Set limit to at least {state['documents']}")
         )
     return state if "file" in state else None
-
-
-def _comparable(shard: ShardKey, now: ShardKey) -> ShardKey:
-    """A rank's share begins with what it read before the run was dealt out anew, see ``shares.py``."""
-    is_share = len(now) == 3 and isinstance(now[2], int)
-    return shard[:1] if is_share else shard
 
 
 @runtime_checkable
@@ -183,11 +173,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             yield from data
         start = start_reader(self._take_state())
         self._log_limit_scope(rank, world_size)
-        shard: ShardKey = [rank, world_size]
-        if start.share is None:
-            inputs = self._list_inputs(rank, world_size, start.state)
-        else:
-            inputs, shard = self.inputs_of_share(start.share, start.state), [*shard, start.share.round]
+        inputs = self._list_inputs(rank, world_size, start.state)
         if start.finished_digest is not None:
             count = int(start.finished_digest.partition(":")[0] or 0)
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
@@ -198,7 +184,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             start.earlier.append(start.finished_digest)
             start.record = partial(record_reader, self, inputs, count)
         else:
-            yield from self._documents(inputs, start, shard, inputs.row_shard)
+            yield from self._documents(inputs, start, [rank, world_size], inputs.row_shard)
 
     def shard(self, index: int, count: int, by: str = "") -> Iterator[Document]:
         """One of ``count`` shards of all files: every ``count``-th file or row, see ``Inputs.are_dealt_out``.
@@ -316,12 +302,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     current["hash"] = inputs.fingerprint(index, size, whole=True)
                 read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
                 read |= {"commit": inputs.commit} if inputs.commit else {}
-                self._file_extent = extent.file(index, inputs.bytes_before(index, digest.bytes), size)
-                self._file_extent.begin = part_of(inputs, index).begin
+                self._file_extent = extent.file(index, digest.bytes, size)
                 file = FileState(self._reader_state(start.number) | read, extent, self._file_extent)
                 skipped_before, in_file = start.skipped, file_position != ()
                 place = int(shard[0]), documents + passed
-                for document, after in self._read_part(inputs, index, file_position, row_shard, place):
+                for document, after in self._read_input(inputs, index, file_position, row_shard, place):
                     if isinstance(document, Skipped):
                         start.skipped = start.skipped.plus(document)
                         continue
@@ -336,14 +321,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     documents_bar.update()
                     if documents == self.limit:
                         break
-                is_part = row_shard != ALL_ROWS or not part_of(inputs, index).is_whole
-                start.note_skipped(name, skipped_before, in_file or is_part)
+                start.note_skipped(name, skipped_before, in_file or row_shard != ALL_ROWS)
                 files_bar.update()
                 self._end_file(inputs, index, digest, documents - before, file.file)
                 file_position = ()
         start.earlier.append(str(digest))
         start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
-        if not found and row_shard == ALL_ROWS and start.share is None:
+        if not found and row_shard == ALL_ROWS:
             for name, damaged in start.skipped_in.items():
                 self._refuse_without_documents(name, damaged)
 
@@ -402,28 +386,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> FileRead:
         """``_read``, for the file of this index. ``number``: of the rank, and of its documents so far."""
         return self._read(inputs.names[index], inputs.size(index), file_position, row_shard)
-
-    def _read_part(
-        self, inputs: Inputs, index: int, file_position: FilePosition, row_shard: RowShard, number: tuple[int, int]
-    ) -> FileRead:
-        """``_read_input``, from the beginning of the part to its end, if only a part of the file is read."""
-        part = part_of(inputs, index)
-        if part.is_whole:
-            return self._read_input(inputs, index, file_position, row_shard, number)
-        if not file_position and part.begin:
-            self._check_current_file(inputs, index, {"size": part.size, "hash": part.hash}, part.begin)
-        at = file_position or part.begin
-        return until_end(self._read_input(inputs, index, at, row_shard, number), part, at)
-
-    def inputs_of_share(self, share: Share, state: State | None) -> PartInputs:
-        """The files of a share.
-
-        Raises:
-            CheckpointMismatch: the input has files that no share has, or has lost some.
-        """
-        inputs = self._list_inputs(0, 1, state)
-        share.check_input(inputs.names)
-        return PartInputs(inputs, share.parts, [self._may_grow(part.name) for part in share.parts])
 
     @abstractmethod
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:

@@ -7,8 +7,6 @@ resized. The XOR of the names gives back the name of a file that does not exist 
 
 Of the current file a state keeps name, size and a hash of its first (and last) 64 kB. Files that were read to their end
 are not read again: on resume that would cost what seeking saves.
-
-When ``reshard`` has dealt an input out, its files are the parts of the rank's share (see ``shares.py``).
 """
 
 from __future__ import annotations
@@ -28,18 +26,9 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
-from datatrove_ckpt.checkpoint.shares import Part, Place
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
-from datatrove_ckpt.readers.positions import (
-    ALL_ROWS,
-    PLAIN_INTEGER,
-    FileExtent,
-    FilePosition,
-    FileRead,
-    State,
-    in_pipeline,
-)
+from datatrove_ckpt.readers.positions import State, in_pipeline
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, plain_settings
 
 _NAME_BYTES = 64
@@ -101,10 +90,6 @@ class Inputs:
         """The size, in any thread and at any time: what is looked up for this is not kept."""
         info = self._infos.get(index) or self._remote(lambda: self.folder.info(self.names[index]))
         return int(info["size"] or 0)
-
-    def bytes_before(self, index: int, read: int) -> int:
-        """About how many bytes of the input come before this file. ``read``: bytes of the files before it."""
-        return read
 
     def note_size(self, index: int, size: int | None) -> None:
         """Takes the size of what was read instead of the one before, for a file that grew while it was read.
@@ -332,112 +317,6 @@ def _find_change(entries: _Entries, before: State) -> str:
             return change
         hash_before ^= _entry(index, name, size)
     return ""
-
-
-class PartInputs(Inputs):
-    """The files of a share, in order. A file may come several times.
-
-    Args:
-        grows: whether a part knows the size that counts: its file may have grown since, in another rank's part.
-    """
-
-    def __init__(self, inputs: Inputs, parts: Sequence[Part], grows: Sequence[bool]) -> None:
-        super().__init__(inputs.folder, [part.name for part in parts])
-        self.parts = parts
-        self._grows = grows
-
-    def size(self, index: int) -> int:
-        part = self.parts[index]
-        if part.end is not None and part.size is not None and self._grows[index]:
-            return part.size
-        return super().size(index)
-
-    def size_for_people(self, index: int) -> int:
-        part = self.parts[index]
-        return super().size_for_people(index) if part.is_whole else part.bytes
-
-    def bytes_before(self, index: int, read: int) -> int:
-        return sum(self.size_for_people(number) for number in range(index))
-
-
-def part_of(inputs: Inputs, index: int) -> Part:
-    """The part of the file of this index that is read."""
-    return inputs.parts[index] if isinstance(inputs, PartInputs) else Part(inputs.names[index])
-
-
-def until_end(rows: FileRead, part: Part, at: FilePosition) -> FileRead:
-    """The rows of a part's file after ``at``, which is in the part, up to the end of the part.
-
-    Raises:
-        CheckpointMismatch: the file has no row that ends where the part does, so it has changed.
-    """
-    if part.end is None:
-        yield from rows
-        return
-    if at == part.end:
-        return
-    for document, after in rows:
-        here = tuple(number & PLAIN_INTEGER for number in after)
-        if here > part.end:
-            break
-        yield document, after
-        if here == part.end:
-            return
-    raise CheckpointMismatch(
-        f"The input file {part.name!r} has changed: it was divided at {list(part.end)} when the run was dealt out to "
-        "other tasks, and no document ends there now. Restore the file, or start another run for the new input."
-    )
-
-
-def between(parts: Sequence[Part], start: Place, end: Place | None) -> list[Part]:
-    """What lies after ``start``, up to and including ``end``; None: all that does."""
-    found = list(parts if end is None else parts[: end.part + bool(end.at)])  # of a part without a place nothing
-    if end is not None and end.part < len(found):
-        found[end.part] = found[end.part]._replace(end=end.at)
-    if start.at and start.part < len(found):
-        found[start.part] = found[start.part]._replace(begin=start.at)
-    return [part for part in found[start.part :] if part.end is None or part.begin != part.end]
-
-
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """The same, with parts that follow each other in a file made one."""
-    found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if last is not None and last.name == part.name and last.end is not None and last.end == part.begin:
-            found[-1] = last._replace(end=part.end, bytes=last.bytes + part.bytes)
-        else:
-            found.append(part)
-    return found
-
-
-def divide(reader: Any, inputs: Inputs, index: int, part: Part, ends: Sequence[int]) -> list[Part]:
-    """Divides a part of a file after about so many bytes of it each.
-
-    Reads it up to the last of these places. The pieces are fewer if there is no document between two places.
-
-    Args:
-        reader: a ``SeekingReader``.
-        inputs: the files of the input, of which the part's is the one at ``index``.
-        ends: in ascending order.
-    """
-    if hasattr(reader, "without_documents"):
-        reader = reader.without_documents()
-    reader._file_extent = extent = FileExtent(size=inputs.size(index))
-    pieces: list[Part] = []
-    begin, before, wanted = part.begin, 0, list(ends)
-    rows = until_end(reader._read_input(inputs, index, part.begin, ALL_ROWS, (0, 0)), part, part.begin)
-    for _, place in rows:
-        if not wanted:
-            break
-        read = int(extent.inside(place) - extent.inside(part.begin))
-        if read >= wanted[0]:
-            here = tuple(number & PLAIN_INTEGER for number in place)
-            pieces.append(part._replace(begin=begin, end=here, bytes=read - before))
-            begin, before = here, read
-            wanted = [end for end in wanted if end > read]
-    rows.close()
-    return [*pieces, part._replace(begin=begin, bytes=max(0, part.bytes - before))]
 
 
 # Records of what was read -----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import base64
 import codecs
-import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -188,12 +187,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 self._damaged(name, id_in_file, error)
                 return Skipped.DAMAGED
 
-    def without_documents(self) -> JsonlReader:
-        """This reader, but it makes no documents: the fastest way to the places in a file."""
-        fast = copy.copy(self)
-        fast.__class__ = _LineReader
-        return fast
-
     def _damaged(self, name: str, id_in_file: int | str, error: object) -> None:
         self.stat_update("damaged_lines")
         where = f"line {id_in_file + 1}" if isinstance(id_in_file, int) else f"the line at byte {id_in_file[1:]}"
@@ -271,13 +264,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         while left > 0:
             left -= len(_read_exactly(file, min(left, _BLOCK), name))
         return head
-
-
-class _LineReader(JsonlReader):
-    """Yields the place after each line that this module's reader yields, without parsing it."""
-
-    def _parse(self, line: bytes, name: str, id_in_file: int | str, make: Callable[..., Any] | None = None) -> Any:
-        return Skipped.WITHOUT_TEXT if line.removeprefix(codecs.BOM_UTF8).strip() else None
 
 
 class _Content(io.BufferedReader):

@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.shares import Share
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord, Skipped, SkippedLines
@@ -77,7 +76,6 @@ class FileExtent:
         starts: if the first number of a place is a group of rows, and the second a row of it: which part of the file
             lies before each group, from 0 to 1, with a last 1.
         lengths: rows of a group, as far as they are known.
-        begin: the place where the reading of the file begins, if only a part of it is read.
         end: where the reading of a file ended that may grow meanwhile; None before the end.
     """
 
@@ -87,7 +85,6 @@ class FileExtent:
     per: float | None = None
     starts: list[float] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
-    begin: tuple[int, ...] = ()
     end: int | None = None
 
     def set_groups(self, rows: list[int], first: int) -> None:
@@ -98,7 +95,7 @@ class FileExtent:
 
     def reached(self, place: tuple[int, ...]) -> float:
         """What lies before the place in the input, with the files before this one."""
-        return self.before + self.inside(place) - self.inside(self.begin)
+        return self.before + self.inside(place)
 
     def inside(self, place: tuple[int, ...]) -> float:
         """What lies before the place in the file."""
@@ -263,12 +260,10 @@ class Reading:
     Args:
         state: where to resume, from ``position_state``; None to start at the beginning.
         revisions: the commits of datasets that the job reads; None outside of a job.
-        share: what the rank reads; None: what datatrove deals out to it.
     """
 
     state: State | None = None
     revisions: Revisions | None = None
-    share: Share | None = None
     starts: list[ReaderStart] = field(default_factory=list)
     _skipped_a_reader: bool = False
     _resumed: bool = False
@@ -303,21 +298,8 @@ class Reading:
             earlier = (self.state or {}).get("earlier", [])
             start.finished_digest = str(earlier[number]) if number < len(earlier) else ""
         start.skipped = saved_skipped(state) if state is not None else self.skipped
-        start.share = self.share
         self.starts.append(start)
         return start
-
-    def check_share(self) -> None:
-        """Checks that the rank's one reader reads its share. To be called once something was read.
-
-        Raises:
-            CheckpointMismatch: it reads what datatrove deals out.
-        """
-        if self.share is not None and len(self.starts) != 1:
-            raise CheckpointMismatch(
-                "The input of this run was dealt out anew by `datatrove-ckpt reshard`, which only one reader of "
-                f"datatrove_ckpt.readers follows. This pipeline has {len(self.starts)} of them. Restore the pipeline."
-            )
 
     @property
     def skipped(self) -> SkippedLines:
@@ -344,7 +326,6 @@ class ReaderStart:
         skipped: lines skipped so far by this reader and those before it. The reader adds to it.
         skipped_in: files in which this reader has skipped lines, and whether one of them was damaged.
         record: makes the record of what the reader has read; None before it has finished.
-        share: what the reader reads; None: what datatrove deals out to the rank.
     """
 
     number: int = 0
@@ -354,7 +335,6 @@ class ReaderStart:
     skipped: SkippedLines = field(default_factory=SkippedLines)
     skipped_in: dict[str, bool] = field(default_factory=dict)
     record: Callable[[], ReaderRecord] | None = None
-    share: Share | None = None
 
     def first_in_file(self, documents: int) -> int:
         """How many documents come before the state's file; ``documents`` if an earlier release made the state."""

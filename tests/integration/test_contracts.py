@@ -340,18 +340,17 @@ CODES = {
     NEW: (
         "run job.yaml --dry-run; run missing.yaml; run job.yaml --executor.task=1; run; run job.yaml --nothing; bogus; "
         "run job.yaml --retry-dead-letters; status job.yaml; status missing; verify missing; repair job.yaml; "
-        "report job.yaml -o -; reshard job.yaml --tasks 3; "
+        "report job.yaml -o -; "
         "plan job.yaml; plan job.yaml --mtbf 6; doctor missing.yaml; "
         "--version; --help"
     ),
     DONE: (
         "run job.yaml --dry-run; run job.yaml --dry-run --executor.tasks=3; status job.yaml; status checkpoints --all; "
         "verify checkpoints --full; repair job.yaml --dry-run; repair checkpoints; report checkpoints -o -; "
-        "reshard job.yaml --tasks 3; run job.yaml --retry-dead-letters"
+        "run job.yaml --retry-dead-letters"
     ),
     STOPPED: (
         "status job.yaml; verify job.yaml; repair job.yaml --dry-run; report job.yaml -o -; "
-        "reshard job.yaml --tasks 3 --dry-run; reshard job.yaml --tasks 0; "
         "run job.yaml; verify checkpoints"
     ),
 }  # fmt: skip

@@ -226,8 +226,6 @@ def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.Mon
         job.write("server_type: dummy\n")
     monkeypatch.setenv("HOME", str(folder))
     for line in help_examples():
-        if line.startswith("datatrove-ckpt reshard"):  # of a run that is not finished
-            Path("quickstart/checkpoints/00000/lock").touch()
         if not line.startswith(
             "datatrove-ckpt track"
         ):  # of a run that is tracked: tests/integration/test_monitoring.py
@@ -336,9 +334,6 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("repair", "0"): (_nothing, "repair checkpoints --dry-run"),
     ("repair", "1"): (_damaged, "repair checkpoints --output out"),
     ("repair", "2"): (_nothing, "repair empty"),
-    ("reshard", "0"): (_unfinished, "reshard job.yaml --tasks 2 --dry-run"),
-    ("reshard", "1"): (_damaged, "reshard job.yaml --tasks 2"),
-    ("reshard", "2"): (_nothing, "reshard checkpoints --tasks 2"),
     ("k8s", "0"): (_nothing, f"k8s {ROOT}/configs/kubernetes.yaml"),
     ("k8s", "2"): (_nothing, "k8s job.yaml --kubernetes.image=i"),
 }

@@ -136,7 +136,7 @@ def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run: Run
             error = run(change, *accept, code=1)
             assert error.count(field) == 1
             assert "(tasks 0, 1, 2) were made by another run" in error
-            assert ("All tasks are finished" in error, "reshard" in error) == (True, False)
+            assert "All tasks are finished" in error
             assert "logging_dir" in error
             assert not run.server.asked
     assert written() == before
@@ -177,7 +177,7 @@ def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Run) -> None:
     finish_one_task(run)
     error = run("--executor.tasks=2", "--pipeline.1.accept_changes=true", code=1)
     assert "tasks: 3 -> 2" in error
-    assert "To deal what is left out to 2 tasks: datatrove-ckpt reshard job.yaml --pipeline.1.accept" in error
+    assert "set finished_from to the old output_folder and checkpoints_local_dir: finished documents keep" in error
     assert "12 of 12 documents" in run()
 
 
@@ -392,7 +392,7 @@ def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_anoth
         assert not nodes.server.asked
     assert str(nodes.mirror) in str(refused.value)
     assert "Go on with 1 task (--executor.tasks=1), or choose another checkpoints_local_dir" in str(refused.value)
-    assert "To deal what is left out to 4 tasks: datatrove-ckpt reshard CONFIG --tasks 4" in str(refused.value)
+    assert "set finished_from to the old output_folder and checkpoints_local_dir" in str(refused.value)
 
 
 def test_another_model_is_refused_unless_it_is_accepted(nodes: Nodes) -> None:
@@ -421,7 +421,7 @@ def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(
         nodes.run(rank, 3)
     monkeypatch.setattr(ObjectStore, "read", noted)
     nodes.run(2, 3)
-    assert [name for name in read if not name.startswith("00002/")] == ["shares.json", "job.json"]
+    assert [name for name in read if not name.startswith("00002/")] == ["job.json"]
 
 
 def test_ranks_that_hold_nothing_refuse_nobody(nodes: Nodes) -> None:

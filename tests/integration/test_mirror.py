@@ -20,12 +20,15 @@ import orjson
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
+    CkptError,
     ConfigError,
     Fenced,
     OutputMismatch,
@@ -33,16 +36,19 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
+from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Seal, Versions
 from datatrove_ckpt.mirror.mirror import KEPT_VERSIONS, RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output.owner import OWNER
+from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import documents, rejects, runner
-from tests.mirrors import PASSES, Job, Killed, answered, ask_twice, read_rows, refuse_the_second, up_to
+from tests.jobs import documents, ids, rejects, runner
+from tests.mirrors import ONE_BY_ONE, PASSES, Job, Killed, answered, ask_twice, read_rows, refuse_the_second, up_to
 from tests.patience import ChangePolicy, until
 
 
@@ -172,6 +178,62 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
         runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(killed.documents))
         killed.run_to_the_end(server, random.Random(0))
     assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
+
+
+# several ranks of one folder ---------------------------------------------------------------------------------------
+
+
+def executor(folder: Path, server: FakeServer, **changes: Any) -> LocalPipelineExecutor:
+    """A task for each of three files with five documents. Its tasks are run one by one."""
+    (folder / "input").mkdir(exist_ok=True)
+    for number, document in enumerate(documents(15)):
+        path = folder / "input" / f"{number // 5}.jsonl"
+        with path.open("a" if number % 5 else "w") as file:
+            file.write(orjson.dumps({"id": document.id, "text": document.text}).decode() + "\n")
+    step = runner(folder, server, ask_twice, config=ONE_BY_ONE, **changes)
+    return LocalPipelineExecutor([JsonlReader(str(folder / "input")), step], 3, 1, logging_dir=str(folder / "logs"))
+
+
+def mirrored(folder: Path) -> dict[str, Any]:
+    return {"checkpoints_remote_dir": str(folder / "mirror"), "mirror_seconds": 1000}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [RUN, COMMITS])
+def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path: Path, name: str) -> None:
+    with FakeServer(status=rejects(["text 3", "text 8"], 403)) as server:
+        job = executor(tmp_path, server, **mirrored(tmp_path))
+        for rank in (0, 1):
+            with suppress(CkptError):
+                job._run_for_rank(rank)
+        path = tmp_path / "checkpoints/00001" / name
+        path.write_bytes(b"x\n" + path.read_bytes())
+        with pytest.raises(CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "):
+            check_before_run(executor(tmp_path, server, **mirrored(tmp_path)))
+
+
+@pytest.mark.slow
+def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path: Path) -> None:
+    """Also if the first upload of a task was killed after its empty first version."""
+    rejected = ["text 13"]
+    with FakeServer(status=rejects(rejected, 403)) as server:
+        for rank in (0, 1):
+            executor(tmp_path, server)._run_for_rank(rank)
+        check_before_run(executor(tmp_path, server, **mirrored(tmp_path)))
+        first, *others = sorted((tmp_path / "mirror/00001").glob("generation-*"))
+        for path in others:
+            path.unlink()
+        assert first.name.startswith("generation-00000001-")
+        check_before_run(executor(tmp_path, server, **mirrored(tmp_path)))
+        asked = server.asked.copy()
+        with suppress(CkptError):
+            executor(tmp_path, server, **mirrored(tmp_path))._run_for_rank(2)
+        shutil.rmtree(tmp_path / "checkpoints")
+        rejected.clear()
+        executor(tmp_path, server, **mirrored(tmp_path)).run()
+    assert {question: server.asked[question] for question in asked} == asked
+    assert sorted(ids(tmp_path)) == sorted(document.id for document in documents(15))
+    assert [*verify(tmp_path / "checkpoints", None, True, "checkpoints").problems] == []
 
 
 # damage ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections import Counter
@@ -155,32 +154,10 @@ def test_a_script_stands_for_its_run_in_each_command(here: Path, script: Any, co
         assert "no problem: 1 rank, 12 documents" in command("verify", *words, "--full")
         assert "nothing to repair" in command("repair", *words, "--dry-run")
         assert "no problem" in command("doctor", *words)
-        assert "is finished" in command("reshard", *words, "--tasks", "2", code=2).error
         (here / "a/output").rename(here / "moved")
         path.write_text(path.read_text().replace('f"{name}/output"', '"moved"'))
         assert "no problem: 1 rank, 12 documents" in command("verify", *words, "--full")
         assert not (here / "ran").exists()
-
-
-@pytest.mark.slow
-def test_a_job_of_more_tasks_is_dealt_out_and_the_refusal_names_the_command(
-    here: Path, script: Any, command: Command
-) -> None:
-    """In a process of its own, because there it is a script that runs."""
-    write_input(here, 9, 9)
-    with FakeServer(status=rejects(["text 6"], 401)) as one:
-        path = script('if __name__ == "__main__":\n    make("a", int(sys.argv[1])).run()\n', one.url)
-        assert processes.run([sys.executable, str(path), "1"], cwd=here).returncode == 1
-    with FakeServer() as server:
-        path.write_text(path.read_text().replace(one.url, server.url))
-        said = processes.run([sys.executable, "job.py", "2"], cwd=here).stderr
-        (named,) = {*re.findall("datatrove-ckpt (reshard job.py .*--main=ARGUMENTS)", said)}
-        words = shlex.split(named.replace("ARGUMENTS", "2"))
-        assert "1 -> 2 tasks" in command(*words)
-        ended = processes.run([sys.executable, "job.py", "2"], cwd=here)
-        assert ended.returncode == 0, ended.stderr
-        assert outputs_of(here / "a/output") == Counter(f"id {n}" for n in range(18))
-        assert max((one.asked + server.asked).values()) <= 2
 
 
 def outputs_of(folder: Path) -> Counter[str]:
@@ -206,13 +183,11 @@ def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path, command: C
         with pytest.raises(CkptError):
             first.run()
     with FakeServer() as server:
-        assert datatrove_ckpt.reshard(executor(runner(here, server), 2), 2, dry_run=True).before == 1
-        assert datatrove_ckpt.reshard(executor(runner(here, server), 2), 2).documents == 16
         there = here / "there"
         there.mkdir()
         shutil.copytree(here / "checkpoints", there / "checkpoints")
         shutil.copytree(here / "output", there / "output")
-        executor(runner(there, server), 2).run()
+        executor(runner(there, server)).run()
         assert outputs_of(there / "output") == Counter(f"id {n}" for n in range(18))
         assert server.asked.total() == 2
 

@@ -28,7 +28,6 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
-from datatrove_ckpt.maintenance.where import with_config
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
@@ -518,7 +517,7 @@ def shown(text: str, cause: Exception | None) -> str:
     try:
         raise CkptError(text) from cause
     except CkptError as error:
-        return with_config(in_short_words(str(error), "job.yaml"), ["job.yaml"])
+        return in_short_words(str(error), "job.yaml")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -660,13 +659,13 @@ def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
 def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
     short: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A refused document, and a number of tasks that is no longer that of the file."""
+    """A refused document, and a number of tasks that is not that of the run."""
 
     def refuse(payload: dict[str, Any], times: int) -> int | None:
         return 400 if payload["messages"][-1]["content"] == "Say text 1" else None
 
     skip = "--skip-bad-requests true" if short else "--pipeline.1.skip_bad_requests=true"
-    tasks = "--tasks 2" if short else "--executor.tasks=2"
+    tasks = "--tasks 3" if short else "--executor.tasks=3"
     with FakeServer(status=refuse) as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url, "tasks": 3}))
         if not short:
@@ -677,13 +676,11 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
         assert f"as a dead letter, add {skip} to the command. " in said
         command = "datatrove-ckpt run job.yaml"
         assert f"The whole command: {command} {skip}\n" in said
-        assert main(["reshard", "job.yaml", "--tasks", "2"]) == 0
-        capfd.readouterr()
-        assert main(["run", "job.yaml"]) == 1
+        assert main(["run", "job.yaml", *tasks.replace("3", "2").split()]) == 1
         said = capfd.readouterr().err
-        assert f"Go on with 2 tasks ({command} {tasks}), or choose another" in said
-        assert said.index(f"{command} {tasks}") < said.index("datatrove-ckpt reshard job.yaml --tasks 3")
-        assert main(["run", "job.yaml", *tasks.split(), *skip.split()]) == 0
+        assert f"Go on with 3 tasks ({command} {tasks}), or choose another" in said
+        assert f"set finished_from to the old {'run_folder' if short else 'output_folder and'}" in said
+        assert main(["run", "job.yaml", *skip.split()]) == 0
 
 
 @pytest.mark.parametrize("short", [True, False])

@@ -19,7 +19,6 @@ import pytest
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
-from datatrove_ckpt.checkpoint.shares import Part, Shares, names_hash
 from datatrove_ckpt.cli.status import wrapped
 from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.testing import FakeServer
@@ -86,46 +85,6 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     assert found["totals"]["documents"] == sum(rank["documents"] for rank in found["ranks"][:11])
     assert found["retried"]["documents"] == 3
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
-
-
-def dealt_anew(root: Path, begun: int) -> None:
-    """Eight tasks became three. Of each, 27 of 100 rows were done; the three have 222 now, 50 of them done."""
-    parts = {rank: [Part(f"{rank}")] for rank in range(8)}
-    for rank in range(8):
-        history = [start(1.0), minute(2.0, 27, 100), stopped(3.0)]
-        if rank < begun:
-            history += [start(4.0, 3), minute(5.0, 50, 222, 3), stopped(6.0, 3)]
-        write_rank(root, rank, history, chunks=2, finished=rank > 2, attempts=2 + (rank < begun), tasks=3, reshards=1)
-    (root / layout.SHARES).write_bytes(Shares(1, 3, names_hash(sorted(map(str, range(8)))), parts).to_bytes())
-
-
-def test_after_reshard_there_is_no_percentage_until_the_tasks_have_begun(tmp_path: Path, said: Said) -> None:
-    for begun, share in ((0, "no percentage: not every rank has begun"), (2, "no percentage"), (3, " 35.6 % of the")):
-        dealt_anew(tmp_path / f"{begun}", begun)
-        text = said(tmp_path / f"{begun}")
-        assert share in text
-        assert ": the command that started it, with --executor.tasks=3" in text
-
-
-@pytest.mark.parametrize(
-    ("damage", "said_of_it"),
-    [
-        (lambda root: (root / layout.SHARES).write_bytes(b"{}"), "shares.json cannot be read"),
-        (lambda root: (root / layout.SHARES).unlink(), "shares.json is missing, so it is not known"),
-        (lambda root: shutil.rmtree(root / "00007"), "00007 is missing: it holds the commits of task 7"),
-    ],
-)
-def test_a_run_that_would_be_refused_is_not_said_to_go_on(
-    tmp_path: Path, said: Said, damage: Callable[[Path], object], said_of_it: str
-) -> None:
-    dealt_anew(tmp_path, 3)
-    damage(tmp_path)
-    text = said(tmp_path, code=1)
-    assert ("No rank needs attention" in text, "To resume" in text) == (False, False)
-    assert said_of_it in text
-    found = json.loads(said(tmp_path, "--json", code=1))
-    validate(found)
-    assert said_of_it in found["refusal"] + "".join(one["reason"] for one in found["attention"])
 
 
 def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(

@@ -84,7 +84,9 @@ def here_instead(text: str, server: FakeServer) -> str:
 def test_a_recipe_runs_as_typed(here: Path, heading: str) -> None:
     """In the situation of its heading: a run that is finished, or one that a failure has stopped."""
     lines = [line for block in of(heading) for line in block.lines]
-    failures = [status for word, status in (("reshard", 403), ("--retry-dead-letters", 400)) if word in str(lines)]
+    failures = [
+        status for word, status in (("--finished-from", 403), ("--retry-dead-letters", 400)) if word in str(lines)
+    ]
     for name in ("documents", "more_documents"):
         Path(name).mkdir()
         rows = [{"id": f"{name} {number}", "text": f"text {number}"} for number in range(6)]

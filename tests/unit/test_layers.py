@@ -133,7 +133,6 @@ def test_the_public_names_are_there_and_no_others() -> None:
         "daly",
         "doctor",
         "efficiency",
-        "reshard",
         "run",
         "young",
     }

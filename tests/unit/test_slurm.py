@@ -282,11 +282,6 @@ def test_nothing_is_submitted_until_squeue_says_that_the_last_job_is_over(
     assert run() == 2
     said = NOT_TOLD.format(cause, login_node) if cause else QUEUED
     assert capsys.readouterr().err == f"error: executor: {said}\n"
-    mark_as_finished(1, tasks=100)
-    assert main(["reshard", CONFIG, "--tasks", "50"]) == 2, "the tasks that are queued are of 100"
-    assert capsys.readouterr().err == f"error: executor: {said}\n"
-    for folder in ("checkpoints", "logs/completions"):
-        shutil.rmtree(f"slurm_run/{folder}")
     assert ranks.read_text() == "as the first one needs them"
     assert sorted(Path("submitted").iterdir()) == submitted
     Path("bin/squeue").write_text(SQUEUE)

@@ -14,7 +14,6 @@ from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.maintenance.where import is_config, open_place
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
-from datatrove_ckpt.mirror.reading import new_mirror, newest_mirror, resharded
 
 NONCE = "0123456789abcdef"
 RUN = {"format": FORMAT, "tasks": 3, "owner": {"nonce": NONCE, "earlier": {}, "host": "node", "pid": 1, "fence": 1}}
@@ -76,18 +75,6 @@ def test_a_mirror_in_a_run_folder_is_read(tmp_path: Path) -> None:
     mirror(f"{tmp_path}/checkpoints/00000", commits_jsonl=b"a\n")
     with open_place(str(tmp_path)) as place:
         assert (place.is_copy, place.what) == (True, f"{tmp_path}/checkpoints")
-
-
-def test_commands_on_a_file_name_it_with_the_overrides(tmp_path: Path) -> None:
-    rank(tmp_path / "c")
-    text = "Run: datatrove-ckpt reshard CONFIG --tasks 4"
-    given = ["--pipeline.1.checkpoints_local_dir=my c", "--executor.tasks=8"]
-    with open_place("job.yaml", config(str(tmp_path / "c")), overrides=given) as place:
-        assert place.said(text) == (
-            "Run: datatrove-ckpt reshard job.yaml '--pipeline.1.checkpoints_local_dir=my c' --tasks 4"
-        )
-    with open_place(str(tmp_path / "c")) as place:
-        assert place.said(text) == text
 
 
 @pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
@@ -244,12 +231,3 @@ def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs(tmp_path: Path) -> N
     with open_place("memory://bucket/x/") as place:
         assert (place.what, place.given) == ("memory://bucket/x/logs/checkpoints", ["memory://bucket/x/"])
         assert (place.output, place.logging_dir) == ("memory://bucket/x/output", "memory://bucket/x/logs")
-
-
-def test_what_reshard_makes_of_a_mirror_has_its_name_and_a_number() -> None:
-    for url in ("memory://b/m", "memory://b/m.resharded-1", "memory://b/m.resharded-2"):
-        assert (newest_mirror(url), resharded(url)) == (url, None)
-        new = new_mirror(url)
-        mirror(f"{new}/00000")
-        assert (resharded(url), newest_mirror("memory://b/m/")) == (new, new)
-    assert new == "memory://b/m.resharded-3"

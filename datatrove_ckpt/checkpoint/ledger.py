@@ -245,8 +245,8 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     found = []
     try:
         if checkpoints.is_dir():
-            refuse_resharded(checkpoints)
             names = sorted(path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None)
+            refuse_resharded(checkpoints)
             for root in ("", *names):
                 if (folder := checkpoints / root).is_dir():
                     found += [(root, number, rank_folder(folder, number)) for number in rank_numbers(folder)]

@@ -114,5 +114,5 @@ def test_run_warns_as_doctor_does_of_commits_that_take_days(
     monkeypatch.setenv("PATH", "")
     said = command("run", CONFIGS / "finephrase.yaml", "--executor.tasks=10000", code=2)
     assert "sbatch, which is not on this machine's PATH" in said
-    assert [line for line in log if line.startswith("WARNING commits: about 160 per hour: 100 tasks at once, ")]
+    assert [line for line in log if line.startswith("WARNING commits: all tasks together keep to 112 per hour")]
     assert "Each of 10000 tasks makes one commit at least, which takes 3.7 d." in "".join(log)

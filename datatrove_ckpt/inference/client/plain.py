@@ -33,6 +33,7 @@ import os
 import re
 import socket
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -46,6 +47,7 @@ from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
 QUIET = 0.01  # seconds
+_TICK = 0.002  # seconds; a timer for each response costs more than all else that a response needs
 _ID = re.compile(rb'"id": ?"([^"]+)"')
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is all that is not body: status line, header, trailer, size lines of chunks. llhttp itself sets no limit.
@@ -385,12 +387,12 @@ class _Connection(asyncio.Protocol):
         # A server that refuses a request may respond before it has read all of it. The rest of the request is still in
         # the write buffer then, and the connection cannot be used again.
         if self._parser.status >= 300 or not self._parser.reusable or self._transport.get_write_buffer_size():
-            self._deliver()
+            self.deliver()
             self.abort()
         else:
-            self._loop.call_later(QUIET, self._deliver)
+            self._owner.deliver_later(self)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         response, self._response = self._response, None
         if response is not None and not response.done():
             response.set_result(self._parser.response())
@@ -401,7 +403,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._response is not None and self._parser.end(error is None):
-            self._deliver()
+            self.deliver()
         if self._response is not None:
             when = "inside the response" if self._parser.status else "before the response"
             self.abort(RemoteProtocolError(f"the connection was closed {when}" + (f": {error}" if error else "")))
@@ -494,6 +496,8 @@ class PlainTransport(UnaskedCounter):
         # one timer, set to the first deadline, is enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
+        # The connections that rest, in order, each with the end of its rest.
+        self._resting: deque[tuple[float, _Connection]] = deque()
         self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
@@ -540,6 +544,20 @@ class PlainTransport(UnaskedCounter):
             connection.abort(ConnectionAbortedError("the client was closed"))
         self._idle.clear()
         await asyncio.sleep(0)  # the event loop closes the sockets in its next iteration
+
+    def deliver_later(self, connection: _Connection) -> None:
+        """Delivers the response of a connection after ``QUIET`` seconds."""
+        if not self._resting:
+            self._loop.call_later(QUIET, self._deliver_rested)
+        self._resting.append((self._loop.time() + QUIET, connection))
+
+    def _deliver_rested(self) -> None:
+        now = self._loop.time()
+        while self._resting and self._resting[0][0] <= now:
+            _, connection = self._resting.popleft()
+            connection.deliver()
+        if self._resting:
+            self._loop.call_later(max(_TICK, self._resting[0][0] - now), self._deliver_rested)
 
     def explain(self, error: Exception) -> str:
         """What went wrong, without secrets; may be empty."""

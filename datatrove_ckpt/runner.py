@@ -62,9 +62,9 @@ class InferenceRunner(Step):
         monitoring: metrics and tracking.
         keep_answers: keep answers of committed documents for ``answers_from``. They need about as much room as the
             output, and no mirror holds them.
-        finished_from: folders or URLs of an old output. Documents found there by id and text keep their results, and
-            need no request. datatrove's runner, or ours, wrote it: JSON lines, Parquet or journals. ``${rank}``, and
-            ``*`` in the last part, name a task's own files.
+        finished_from: folders or URLs of an old output. Documents found there by id, text and metadata keep their
+            results, and need no request. datatrove's runner, or ours, wrote it: JSON lines, Parquet or journals.
+            ``${rank}``, and ``*`` in the last part, name a task's own files.
         answers_from: ``checkpoints_local_dir`` of an old run over the same input, with as many tasks. A request whose
             final payload is equal takes the answer that its document got there, if that is still kept.
         preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM. ``{"cloud": "aws"}``,

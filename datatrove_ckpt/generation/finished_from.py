@@ -2,8 +2,8 @@
 
 The old output is that of datatrove's own ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks: JSON
 lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row belongs to the document
-that has its id and its text. Nothing else is compared, and nothing else of an old checkpoint is used: its count of
-finished chunks includes documents that were lost.
+that has its id, its text and its metadata, but for what the rollout added and for the path of the input file. Nothing
+else of an old checkpoint is used: its count of finished chunks includes documents that were lost.
 
 Each start of a rank reads the old output again, before its first document is handed over, so no crash leaves a state.
 The metadata of the rows is copied to a temporary file that has no name. In memory are 16 bytes for each row, 40 while
@@ -28,13 +28,15 @@ import orjson
 import xxhash
 from datatrove.data import Document
 from datatrove.io import DataFolder, get_datafolder
+from datatrove.pipeline.inference.types import InferenceResult
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES
+from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.checkpoint.lines import PREFIX, Json, explained, unseal
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.output.documents import Result, decode, encode, result_of
 from datatrove_ckpt.output.formats import Format, Row, format_of_file
@@ -81,6 +83,7 @@ class FinishedDocuments:
         self._most_results = 0
         self.taken = 0
         self.missing = 0
+        self.differing = 0
 
     def take(self, document: Document) -> Json | None:
         """Returns the metadata that the document had when it was finished; None if the old output lacks it.
@@ -89,15 +92,26 @@ class FinishedDocuments:
 
         Raises:
             ConfigError: the old output is not there, or holds nothing that can be taken over.
+            CheckpointLocked: a process works on the old run.
             InputError, StorageFailed: a file cannot be read, or the temporary file cannot be written.
         """
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
             self._read(self._file)
-        old = self._find(self._file, _digest(str(document.id), document.text))
-        if old is not None:
-            self.taken += 1
-            return self._merged(document.metadata, decode(old).metadata)
+        rows = [decode(data).metadata for data in self._find(self._file, _digest(str(document.id), document.text))]
+        for old in rows:
+            if not self._differing(document.metadata, old):
+                self.taken += 1
+                # JSON has lost types that the document has as it was read.
+                results = [_result(result) for result in old[self._metadata_key]]
+                return {**old, **document.metadata, self._metadata_key: results}
+        if rows and not self.differing:
+            names = ", ".join(map(repr, self._differing(document.metadata, rows[0])))
+            logger.warning(
+                f"finished_from: the document {safe_repr(str(document.id))} is requested again, as are others like it: "
+                f"its old metadata has another {names}. The input was another one, or the rollout changed it."
+            )
+        self.differing += bool(rows)
         if not self.missing:
             name = safe_repr(str(document.id))
             logger.info(f"finished_from: the document {name} is the first that it lacks, after {self.taken} found.")
@@ -109,24 +123,21 @@ class FinishedDocuments:
         if self._file is not None:
             self._file.close()
 
-    def _find(self, file: IO[bytes], digest: bytes) -> bytes | None:
+    def _find(self, file: IO[bytes], digest: bytes) -> Iterator[bytes]:
+        """The rows of a document's id and text."""
         key = np.uint64(_key(digest))
-        index = int(np.searchsorted(self._keys, key))
-        if index == len(self._keys) or self._keys[index] != key:
-            return None
-        at = int(self._offsets[index])
-        head = os.pread(file.fileno(), _DIGEST_BYTES + _LENGTH_BYTES, at)
-        if not head.startswith(digest):
-            return None
-        return os.pread(file.fileno(), int.from_bytes(head[_DIGEST_BYTES:]), at + len(head))
+        first = int(np.searchsorted(self._keys, key))
+        last = int(np.searchsorted(self._keys, key, side="right"))
+        for offset in self._offsets[first:last]:
+            at = int(offset)
+            head = os.pread(file.fileno(), _DIGEST_BYTES + _LENGTH_BYTES, at)
+            if head.startswith(digest):
+                yield os.pread(file.fileno(), int.from_bytes(head[_DIGEST_BYTES:]), at + len(head))
 
-    def _merged(self, as_read: Json, old: Json) -> Json:
-        """JSON has lost types that the document has as it was read. The path of its file may be another one now."""
-        for name, value in as_read.items():
-            if name in old and (name == "file_path" or _is_same(value, old[name])):
-                old[name] = value
-        old[self._metadata_key] = [_result(result) for result in old[self._metadata_key]]
-        return old
+    def _differing(self, as_read: Json, old: Json) -> list[str]:
+        """The keys with another value in an old row. The input file may have another path now."""
+        names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
+        return [name for name in as_read if name in names and not _is_same(as_read[name], old[name])]
 
     # the old output ----------------------------------------------------------------------------------------------
 
@@ -152,9 +163,10 @@ class FinishedDocuments:
                 f"finished_from: nothing in {names} can be taken over: {why}. Name the old run's output folder and "
                 "checkpoints_local_dir; metadata_key and rollouts_per_document must be that run's."
             )
-        self._keys, first = np.unique(np.frombuffer(keys, np.uint64), return_index=True)
-        self._offsets = np.frombuffer(offsets, np.uint64)[first]
-        number = plural(len(self._keys), "finished document")
+        order = np.argsort(np.frombuffer(keys, np.uint64), kind="stable")
+        self._keys = np.frombuffer(keys, np.uint64)[order]
+        self._offsets = np.frombuffer(offsets, np.uint64)[order]
+        number = plural(len(np.unique(self._keys)), "finished document")
         logger.info(f"finished_from: {names} has {number} in {plural(len(found), 'file')}, which need no request.")
         for cause in causes:
             logger.warning(f"finished_from: not taken over: {cause}.")
@@ -176,9 +188,13 @@ class FinishedDocuments:
         found = []
         for name in folder.list_files(glob_pattern=pattern):
             parts = name.split("/")
+            if parts[-1] == LOCK and folder.is_local():
+                _refuse_running(Path(folder.resolve_paths(name)))
             known = format_of_file(name)
             if known is not None and parts[-1] not in CHECKPOINT_LINES and not any(part[0] == "." for part in parts):
                 found.append(_OldFile(folder, name, known))
+        if not found:
+            logger.warning(f"finished_from: {place} names no file of documents.")
         return found
 
     def _documents(self, old: _OldFile) -> Iterator[Document]:
@@ -226,6 +242,15 @@ class FinishedDocuments:
         return document, ""
 
 
+def _refuse_running(lock: Path) -> None:
+    holder = files.lock_holder(lock)
+    if holder is not None:
+        raise CheckpointLocked(
+            f"finished_from: {files.name_holder(holder)} works on the old run, in {lock.parent}. Stop it, and run the "
+            "same command again."
+        )
+
+
 def _digest(name: str, text: str) -> bytes:
     """The digest of a document's id and text."""
     return xxhash.xxh3_128_digest(f"{len(name)} {name}{text}".encode("utf-8", "surrogatepass"))
@@ -246,17 +271,28 @@ def _metadata_of(row: Row) -> Json:
 def _is_same(as_read: object, old: object) -> bool:
     """Whether two values are equal once they are JSON."""
     try:
-        return bool(_as_json(as_read) == _as_json(old))
+        return _as_json(as_read) == _as_json(old)
     except TypeError:  # no writer would have written it
         return True
 
 
 def _as_json(value: object) -> object:
-    return orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY))
+    """The value as JSON. Columns of Parquet have null for each key that another row has."""
+    return _without_nulls(orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)))
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value
 
 
 def _result(value: object) -> object:
-    """JSON of an InferenceResult becomes an InferenceResult, for adapters and writers that expect it."""
+    """An InferenceResult, of JSON or of a journal, as a rank makes it. What a rollout itself returned stays."""
+    if type(value) is InferenceResult:
+        return Result(**vars(value))
     if not isinstance(value, dict):
         return value
     fields = {name: field for name, field in value.items() if field is not None or name not in _OF_SOME}

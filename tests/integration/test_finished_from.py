@@ -18,15 +18,19 @@ import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import CheckpointLocked, ServerRefused
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.rollouts import EmbedRollout
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.commands import Command
 from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, rollout, text_of, write_input
+from tests.jobs import documents, rows, runner
 from tests.patience import until
 
 YAML = """\
@@ -389,3 +393,61 @@ def test_vectors_keep_their_type(here: Path, server: FakeServer) -> None:
     assert len(server.payloads) == 6 + 3 + 9
     assert found[1].schema == found[2].schema
     assert found[1].to_pylist() == found[2].to_pylist()
+
+
+# metadata ------------------------------------------------------------------------------------------------------------
+
+
+async def translate(document: Document, generate: Any) -> Any:
+    document.metadata["length"] = len(document.text)
+    return await generate({"messages": [{"role": "user", "content": f"{document.metadata['lang']}: {document.text}"}]})
+
+
+def translations(*languages: str) -> list[Document]:
+    return [Document(f"text {n}", f"id {n}", metadata={"lang": lang}) for n in range(3) for lang in languages]
+
+
+def texts(folder: Path) -> list[tuple[str, str]]:
+    return [(row["metadata"]["lang"], row["metadata"]["rollout_results"][0]["text"]) for row in rows(folder)]
+
+
+def speak(payload: dict[str, Any], times: int) -> str:
+    return f"in {payload['messages'][-1]['content']}"
+
+
+@pytest.mark.parametrize("old", ["output", "checkpoints"])
+def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(tmp_path: Path, old: str) -> None:
+    chunk = 5 if old == "checkpoints" else 2
+    with FakeServer(speak, status=lambda asked, times: 403 if "text 2" in str(asked) else None) as server:
+        stopped = runner(tmp_path / "old", server, translate, records_per_chunk=chunk)
+        pytest.raises(ServerRefused, stopped.run, translations("French", "German"))
+    with FakeServer(speak) as server:
+        taken = runner(tmp_path / "new", server, translate, finished_from=tmp_path / "old" / old)
+        taken.run(translations("French", "German"))
+        assert server.asked.total() == 2
+        assert taken.stats.stats["requests"].total == 6, "what was taken over counts as its requests"
+        runner(tmp_path / "reference", server, translate).run(translations("French", "German"))
+    assert outputs(tmp_path / "new/output") == outputs(tmp_path / "reference/output")
+
+
+def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(tmp_path: Path, log: list[str]) -> None:
+    with FakeServer(speak) as server:
+        runner(tmp_path / "old", server, translate).run(translations("French"))
+        server.asked.clear()
+        runner(tmp_path / "new", server, translate, finished_from=tmp_path / "old/output").run(translations("German"))
+        assert server.asked.total() == 3
+    assert {language for language, _ in texts(tmp_path / "new")} == {"German"}
+    (warning,) = [line for line in log if "requested again" in line]
+    assert "the document 'id 0' is requested again" in warning
+    assert "its old metadata has another 'lang'" in warning
+
+
+def test_an_old_run_at_work_is_not_taken_over(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path / "old", server).run(documents(3))
+    lock = files.Lock(tmp_path / "old/checkpoints/00000/lock")
+    try:
+        for place in ("old", "old/checkpoints", "old/checkpoints/${rank}"):
+            with pytest.raises(CheckpointLocked, match=r"works on the old run, in .*/old/checkpoints/00000\. Stop it"):
+                runner(tmp_path / "new", server, finished_from=str(tmp_path / place)).run(documents(3))
+    finally:
+        lock.release()

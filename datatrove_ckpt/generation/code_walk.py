@@ -58,6 +58,7 @@ _DESCRIBING = {
     *("getfullargspec", "model_json_schema", "TypeAdapter", "create_model"),
 }
 _MAX_FILE = 2**20
+_Def = ast.FunctionDef | ast.AsyncFunctionDef
 _MISSING = object()
 USED = "uses."
 """Beginning of the fields about what a rollout uses."""
@@ -298,8 +299,11 @@ class Walk:
             inner = getattr(part, "fget", None) or getattr(part, "__func__", part)
             code = getattr(inner, "__code__", None)
             if code is not None and code.co_qualname == (f"{top}.{name}" if name else top):
-                if module.was_edited and module.source.find(code, True) is None:
+                node = module.source.find(code, module.was_edited)
+                if node is None and module.was_edited:
                     found.bytecode.append(write_code(code))  # the source was edited after it was imported
+                if isinstance(node, _Def):
+                    self._add_computed(found, module, inner, node)
             elif isinstance(part, str | int | float | bytes):
                 if not name.startswith("_") and name not in self._left_out(value):
                     self._add(found, f".{name}", part, file=module.file)
@@ -307,6 +311,19 @@ class Walk:
                 plain.of(inner)
         plain.code = [one for one in plain.code if one is not value or not isinstance(value, type)]
         self._reach_all(found, plain)
+
+    def _add_computed(self, found: _Found, module: Module, function: Any, node: _Def) -> None:
+        """What a definition computed when it was executed: its defaults, and which of several of its name it is."""
+        same = [one.statement for one in module.source.bindings.get(node.name, [])]
+        if node in same[:-1]:
+            found.values[f" {same.index(node)}"] = node.name, list[str]()
+        arguments = [*node.args.posonlyargs, *node.args.args]
+        named = arguments[len(arguments) - len(node.args.defaults) :]
+        defaults = function.__defaults__ or ()
+        for argument, written, value in zip(named, node.args.defaults, defaults, strict=False):
+            if not isinstance(written, ast.Constant) and isinstance(value, str | int | float | bytes):
+                cause = self._user.cause_in(module, written, frozenset())
+                self._add(found, f".{argument.arg}", value, cause=cause, file=module.file)
 
     def _reach_all(self, found: _Found, plain: Plain) -> bool:
         """Follows the user's functions and classes in values. False: the source of one is that of the value."""

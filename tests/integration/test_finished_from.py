@@ -420,7 +420,8 @@ def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(tmp_pat
     chunk = 5 if old == "checkpoints" else 2
     with FakeServer(speak, status=lambda asked, times: 403 if "text 2" in str(asked) else None) as server:
         stopped = runner(tmp_path / "old", server, translate, records_per_chunk=chunk)
-        pytest.raises(ServerRefused, stopped.run, translations("French", "German"))
+        with pytest.raises(ServerRefused):
+            stopped.run(translations("French", "German"))
     with FakeServer(speak) as server:
         taken = runner(tmp_path / "new", server, translate, finished_from=tmp_path / "old" / old)
         taken.run(translations("French", "German"))

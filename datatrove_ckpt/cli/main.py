@@ -71,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from datatrove_ckpt.process.task_errors import safe_log  # not for --help: loguru takes longer than all else
 
     safe_log()
+    if overrides and not _takes_overrides(arguments):
+        parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     if bare := next((one for one in overrides if "=" not in one), None):
         close = get_close_matches(bare, _own_flags(given), n=1)
         parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
-    if overrides and not _takes_overrides(arguments):
-        parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
     arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides

@@ -287,10 +287,18 @@ class Requests:
     def _count(self, result: Result, way: Way) -> None:
         """Counts an answer: its tokens, and how it ended."""
         usage = result.usage or {}
-        ends = [(one["text"], one["finish_reason"]) for one in result.choices] or [(result.text, result.finish_reason)]
-        self.cut_off += any(reason == "length" for _, reason in ends)
+        ends = [(result.text, result.finish_reason)]
+        if result.choices:
+            ends = [(one["text"], one["finish_reason"]) for one in result.choices]
+        for _, reason in ends:
+            if reason == "length":
+                self.cut_off += 1
+                break
         if way in _GENERATING:
-            self.empty += any(_is_empty(*end) for end in ends)
+            for text, reason in ends:
+                if _is_empty(text, reason):
+                    self.empty += 1
+                    break
         elif way.is_shared and result.answer is not None:
             self.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)

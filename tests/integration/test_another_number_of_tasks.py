@@ -33,7 +33,8 @@ def run_until_killed(here: Path, answers: int, folder: str, **settings: Any) -> 
         write_yaml(here, server.url, folder=folder, **settings)
         process = processes.start(RUN, cwd=here)
         until(lambda: server.asked.total() > answers)
-        until(lambda: len(finished_by_now(here / folder) - before) > answers // 2)  # some documents need two answers
+        # Some documents need two answers, and some are dropped.
+        until(lambda: len(finished_by_now(here / folder) - before) >= answers // 3)
         processes.kill_session(process.pid)
         process.communicate()
         return {*asked_first(server)}
@@ -54,13 +55,14 @@ def rows(here: Path, folder: str) -> list[str]:
 
 
 @pytest.mark.real_process
+@pytest.mark.matrix
 @pytest.mark.parametrize("tasks", ["16", "3"])
 def test_no_finished_document_is_asked_again_and_each_is_there_once(here: Path, command: Command, tasks: str) -> None:
     write_input(here, *FILES)
     run_until_killed(here, 36, "old", old="null", TASKS="8")
     # Some are in output files, others in the journals of unfinished chunks alone: no chunk may end just then.
     while finished(here / "old/output") == finished(here / "old"):
-        run_until_killed(here, 1, "old", old="null", TASKS="8")
+        run_until_killed(here, 6, "old", old="null", TASKS="8")
     in_output, done = finished(here / "old/output"), finished(here / "old")
     assert in_output
     assert in_output < done

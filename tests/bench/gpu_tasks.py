@@ -1,0 +1,146 @@
+"""What the ends of tasks cost a real GPU: ``python -m tests.bench.gpu_tasks [--documents 128] [--tasks 1 8]``.
+
+The same documents, as one task and as many, one after the other in one worker, over one server: the continuous batching
+of transformers with a Llama of random weights, so no model has to be fetched. The lengths of the answers have a long
+tail, as those of reasoning models. The first run warms up, and is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.readers import JsonlReader
+from tests.bench.measure import table
+
+AT_ONCE = 64
+PROMPT = 64  # tokens
+
+
+class Engine:
+    """Answers requests with as many tokens as they ask for."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+        )
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024)
+        self.tokens = 0
+        self._waiting: dict[str, asyncio.Future[int]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._manager = model.init_continuous_batching(generation_config=settings)
+        self._manager.start()
+        threading.Thread(target=self._deliver, daemon=True).start()
+
+    def _deliver(self) -> None:
+        while True:
+            output = self._manager.get_result(timeout=1)
+            if output is not None and output.is_finished():
+                number = len(output.generated_tokens)
+                self._loop.call_soon_threadsafe(self._finish, output.request_id, number)
+
+    def _finish(self, name: str, number: int) -> None:
+        self.tokens += number
+        self._waiting.pop(name).set_result(number)
+
+    async def complete(self, request: web.Request) -> web.Response:
+        payload = await request.json()
+        name = f"{time.monotonic_ns()}"
+        future = self._waiting[name] = self._loop.create_future()
+        prompt = [random.randrange(3, 32_000) for _ in range(PROMPT)]
+        self._manager.add_request(prompt, request_id=name, max_new_tokens=payload["max_tokens"])
+        number = await future
+        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}
+        usage = {"prompt_tokens": PROMPT, "completion_tokens": number}
+        return web.json_response({"id": name, "model": "random", "choices": [choice], "usage": usage})
+
+
+async def serve(started: threading.Event, found: dict[str, Any]) -> None:
+    found["engine"] = engine = Engine()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", engine.complete)
+    app.router.add_get("/v1/models", lambda request: web.json_response({"data": [{"id": "random"}]}))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    found["url"] = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    started.set()
+    await asyncio.Event().wait()
+
+
+async def rollout(document: Any, generate: Any) -> Any:
+    """One request, of as many tokens as the document says."""
+    return await generate({"messages": [{"role": "user", "content": "x"}], "max_tokens": document.metadata["tokens"]})
+
+
+def make_input(folder: Path, tasks: int, lengths: list[int]) -> None:
+    """The same documents in as many files as there are tasks."""
+    folder.mkdir(parents=True)
+    for task in range(tasks):
+        mine = lengths[task::tasks]
+        rows = [json.dumps({"id": f"{task}-{n}", "text": "x", "tokens": number}) for n, number in enumerate(mine)]
+        (folder / f"{task:03d}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def run(folder: Path, url: str, tasks: int, lengths: list[int]) -> float:
+    """Returns the seconds of a job."""
+    from datatrove.pipeline.writers import JsonlWriter
+
+    make_input(folder / "input", tasks, lengths)
+    config = InferenceConfig(
+        "endpoint", "random", endpoint_url=url, max_concurrent_generations=AT_ONCE, server_patience_seconds=60
+    )
+    writer = JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None)
+    step = InferenceRunner(rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints"))
+    began = time.monotonic()
+    pipeline = [JsonlReader(str(folder / "input")), step]
+    LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=str(folder / "logs")).run()
+    return time.monotonic() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=128)
+    parser.add_argument("--tasks", type=int, nargs="+", default=[1, 8])
+    options = parser.parse_args()
+    chance = random.Random(0)
+    lengths = [min(512, max(16, int(chance.lognormvariate(4.2, 0.8)))) for _ in range(options.documents)]
+    started, found = threading.Event(), dict[str, Any]()
+    threading.Thread(target=lambda: asyncio.run(serve(started, found)), daemon=True).start()
+    started.wait()
+    rows: list[list[Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        run(Path(name, "warm up"), found["url"], 1, lengths)
+        first = None
+        for tasks in options.tasks:
+            seconds = run(Path(name, str(tasks)), found["url"], tasks, lengths)
+            first = first or seconds
+            rate = f"{sum(lengths) / seconds:,.0f}"
+            rows.append([tasks, f"{seconds:.1f}", rate, f"{seconds / first:.2f}"])
+            print(rows[-1], flush=True)
+    table(["tasks", "seconds", "tokens/s", "times the first"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -348,7 +348,7 @@ def test_leaving_out_a_sync_of_the_output_is_noticed(
         with pytest.raises((AssertionError, OutputMismatch)):
             prove(folder, disk_type=PowerLossDisk, counted=("remove", "commit"))
     with pytest.raises(OutputMismatch, match=r"is (truncated|missing)"):  # the next attempt looks, too
-        prove(folder.with_name("again"), power_loss=True, counted=("remove", "commit"))
+        prove(folder.with_name("again"), PowerLossDisk, counted=("remove", "commit"))
 
 
 def prove_commits_are_durable(folder: Path) -> int:

@@ -142,8 +142,7 @@ def test_the_page_shows_what_happened_with_the_figures_of_status(run: Path) -> N
     (slow,) = found["slow"]
     assert slow.split()[:2] == [str(SLOW), "finished"]
     titles = ["Documents finished", "Documents per second", "Tokens per second", "Errors over time"]
-    titles += ["Documents and answers", "What interruptions cost", "Dead letters", "Requests", "Ranks"]
-    titles += ["Identity"]
+    titles += ["What interruptions cost", "Dead letters", "Requests", "Ranks", "Identity"]
     assert found["titles"] == titles
     assert found["text"].count("killed") >= KILLS
     assert "HTTP 503" in found["text"]

@@ -98,13 +98,16 @@ class FinishedDocuments:
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
             self._read(self._file)
-        rows = [decode(data).metadata for data in self._find(self._file, _digest(str(document.id), document.text))]
+        digest = _digest(str(document.id), document.text)
+        rows: list[Json] = [decode(data).metadata for data in self._find(self._file, digest)]
         for old in rows:
             if not self._differing(document.metadata, old):
                 self.taken += 1
-                # JSON has lost types that the document has as it was read.
-                results = [_result(result) for result in old[self._metadata_key]]
-                return {**old, **document.metadata, self._metadata_key: results}
+                # JSON has lost types that the document has as it was read. What the rollout removed stays away.
+                for name in old.keys() & document.metadata.keys() - {self._metadata_key}:
+                    old[name] = document.metadata[name]
+                old[self._metadata_key] = [_result(result) for result in old[self._metadata_key]]
+                return old
         if rows and not self.differing:
             names = ", ".join(map(repr, self._differing(document.metadata, rows[0])))
             logger.warning(

@@ -400,11 +400,14 @@ def test_vectors_keep_their_type(here: Path, server: FakeServer) -> None:
 
 async def translate(document: Document, generate: Any) -> Any:
     document.metadata["length"] = len(document.text)
+    del document.metadata["raw"]
     return await generate({"messages": [{"role": "user", "content": f"{document.metadata['lang']}: {document.text}"}]})
 
 
 def translations(*languages: str) -> list[Document]:
-    return [Document(f"text {n}", f"id {n}", metadata={"lang": lang}) for n in range(3) for lang in languages]
+    return [
+        Document(f"text {n}", f"id {n}", metadata={"lang": lang, "raw": "<p>"}) for n in range(3) for lang in languages
+    ]
 
 
 def texts(folder: Path) -> list[tuple[str, str]]:

@@ -553,11 +553,13 @@ class PlainTransport(UnaskedCounter):
 
     def _deliver_rested(self) -> None:
         now = self._loop.time()
-        while self._resting and self._resting[0][0] <= now:
-            _, connection = self._resting.popleft()
-            connection.deliver()
-        if self._resting:
-            self._loop.call_later(max(_TICK, self._resting[0][0] - now), self._deliver_rested)
+        try:
+            while self._resting and self._resting[0][0] <= now:
+                _, connection = self._resting.popleft()
+                connection.deliver()
+        finally:  # an error of one connection must not let the others wait
+            if self._resting:
+                self._loop.call_later(max(_TICK, self._resting[0][0] - now), self._deliver_rested)
 
     def explain(self, error: Exception) -> str:
         """What went wrong, without secrets; may be empty."""

@@ -290,15 +290,13 @@ class Requests:
         ends = [(result.text, result.finish_reason)]
         if result.choices:
             ends = [(one["text"], one["finish_reason"]) for one in result.choices]
-        for _, reason in ends:
-            if reason == "length":
-                self.cut_off += 1
-                break
+        is_cut_off = is_empty = False
+        for text, reason in ends:
+            is_cut_off |= reason == "length"
+            is_empty |= _is_empty(text, reason)
+        self.cut_off += is_cut_off
         if way in _GENERATING:
-            for text, reason in ends:
-                if _is_empty(text, reason):
-                    self.empty += 1
-                    break
+            self.empty += is_empty
         elif way.is_shared and result.answer is not None:
             self.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
@@ -497,14 +495,18 @@ def summarize(
 ) -> Finished:
     """A finished document with what it took. ``kept``: number of rollouts with a result."""
     # One that was cancelled with its rollout counts for nothing: it may never have been sent.
-    tokens, counts = requests[0].tokens, [len(each.tokens) // 2 + each.failed for each in requests]
-    failed, cut_off, empty = requests[0].failed, requests[0].cut_off, requests[0].empty
-    for each in requests[1:]:
-        tokens = tokens + each.tokens
-        failed, cut_off, empty = failed + each.failed, cut_off + each.cut_off, empty + each.empty
-    # The usual case is a shorter line: see Finished.work
-    usual = len(counts) == 1 and counts[0] <= 1 and len(tokens) == 2 * counts[0] and kept == (outcome == "written")
-    work = None if usual and not failed else Work(kept, failed, counts, list(tokens))
+    tokens: list[int] = []
+    counts = []
+    failed = cut_off = empty = 0
+    for each in requests:
+        tokens += each.tokens
+        counts.append(len(each.tokens) // 2 + each.failed)
+        failed += each.failed
+        cut_off += each.cut_off
+        empty += each.empty
+    work: Work | None = Work(kept, failed, counts, tokens)
+    if len(counts) == 1 and counts[0] <= 1 and not failed and kept == (outcome == "written"):
+        work = None  # the usual case is a shorter line: see Finished.work
     took = sum(counts), sum(tokens[::2]), sum(tokens[1::2])
     return Finished(ordinal, outcome, fingerprint, document, *took, work, ends=(len(tokens) // 2, cut_off, empty))
 
@@ -634,7 +636,8 @@ class Drain:
     def request_started(self) -> None:
         """A document has started to wait for answers, for one or for several at once."""
         self._waiting += 1
-        self.check_soon()
+        if self._active:
+            self.check_soon()
 
     def request_finished(self) -> None:
         """A document has stopped waiting: its rollouts have all answers that they have requested."""

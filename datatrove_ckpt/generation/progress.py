@@ -142,7 +142,7 @@ class RankReporter(ModelObserver):
         self._checkpoint.clock.serving()
 
     def answered(self, completion: Completion) -> None:
-        super().answered(completion)
+        self.answered_at = time.monotonic()
         usage = completion.usage
         prompt, tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         self.own.requests += 1

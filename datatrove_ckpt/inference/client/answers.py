@@ -36,6 +36,7 @@ _SHOWN_BYTES = 200  # of an answer that is no JSON
 JsonObject = dict[str, Any]
 Redact: TypeAlias = Callable[[str], str]
 _NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")  # of /v1/responses
+_ASKS = frozenset({"n", "logprobs", "tool_choice"})  # an answer without what they ask for is no answer
 _DIFFERS = ("id", "created")  # in each answer: written, they would make each run another one
 
 
@@ -220,9 +221,11 @@ def _listed(top: object) -> object:
 
 def as_asked(way: Way, payload: JsonObject) -> Way:
     """The same for this payload: an answer without what it asks for is no answer."""
-    number, logprobs, tool_choice = map(payload.get, ("n", "logprobs", "tool_choice"))
-    if not (number or logprobs or tool_choice):
+    if _ASKS.isdisjoint(payload):
         return way
+    number = payload.get("n")
+    logprobs = payload.get("logprobs")
+    tool_choice = payload.get("tool_choice")
     several = isinstance(number, int) and number > 1
     must_call = tool_choice not in (None, "auto", "none")
 

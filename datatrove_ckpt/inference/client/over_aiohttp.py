@@ -40,7 +40,7 @@ class _Connection(ResponseHandler):
         self._owner = owner
         self._is_asked = False
         self.unasked = False
-        self.last: tuple[object, int] = (None, 0)
+        self.last: tuple[object, object] = (None, None)
 
     @property
     def upgraded(self) -> bool:

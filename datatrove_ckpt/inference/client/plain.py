@@ -48,7 +48,8 @@ from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
 QUIET = 0.01  # seconds
 _TICK = 0.002  # seconds; a timer for each response costs more than all else that a response needs
-_ID = re.compile(rb'"id": ?"([^"]+)"')
+_ID = re.compile(rb'"id": ?"[^"]+"')
+_MAX_KEPT_BYTES = 1 << 13
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is all that is not body: status line, header, trailer, size lines of chunks. llhttp itself sets no limit.
 _MAX_FRAMING_BYTES = 1 << 16
@@ -95,6 +96,14 @@ class UnaskedBytes(RemoteProtocolError):
         return "the server sent more than one answer to a request"
 
 
+def usual_response(data: bytes) -> Response | None:
+    """Returns the response, if it has the usual form and has arrived in one piece."""
+    head = _USUAL_HEAD.match(data)
+    if head is None or head.end() + int(head[1]) != len(data):
+        return None
+    return Response(200, HiddenBytes(memoryview(data)[head.end() :]), "")
+
+
 class ResponseParser:
     """Parses one response, in pieces of any size.
 
@@ -134,12 +143,6 @@ class ResponseParser:
         builder = self._builder
         if builder.complete:
             raise UnaskedBytes
-        if not self._received_bytes and (head := _USUAL_HEAD.match(data)):
-            size = int(head[1])
-            if head.end() + size == len(data):
-                builder.status, builder.body, builder.reusable = 200, data[head.end() :], True
-                builder.complete = True
-                return True
         self._received_bytes += len(data)
         if self._start is not None:
             data = self._skip_interim(self._start, data)
@@ -314,14 +317,14 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self.idle_since = 0.0
         self._response: asyncio.Future[Response] | None = None
-        self.last: tuple[object, int] = (None, 0)
+        self.last: tuple[object, object] = (None, None)
         self._unsent: Iterator[bytes] | None = None
         self._paused = False
-        self._parser: ResponseParser
+        self._parser: ResponseParser | None = None
+        self._complete: Response | None = None
 
     def request(self, head: HiddenBytes, body: AnyBody) -> asyncio.Future[Response]:
         """Sends a request. The future receives the response, or the error that prevented it."""
-        self._parser = ResponseParser()
         self._response = response = self._loop.create_future()
         # HiddenBytes, because asyncio's frames hold what they write.
         if isinstance(body, bytes) and len(body) <= _MAX_COPIED_BYTES:
@@ -351,7 +354,8 @@ class _Connection(asyncio.Protocol):
         response, self._response = self._response, None
         if response is None or response.done():
             return
-        if self._parser.status >= 300:  # the status alone decides; the body is only shown, and may be a part
+        if self._status >= 300:  # the status alone decides; the body is only shown, and may be a part
+            assert self._parser is not None
             response.set_result(self._parser.response())
         elif error is not None:
             response.set_exception(error)
@@ -374,19 +378,30 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            if self._response is None:
+            if self._response is None or self._complete is not None:
                 raise UnaskedBytes
+            if self._parser is None:
+                self._complete = usual_response(data)
+                if self._complete is not None:
+                    self._finish(True)
+                    return
+                self._parser = ResponseParser()
             if self._parser.feed(data):
-                self._finish()
+                self._complete = self._parser.response()
+                self._finish(self._parser.reusable)
         except RemoteProtocolError as error:
             if isinstance(error, UnaskedBytes) and not data.startswith(_REQUEST_TIMEOUT):
                 self._owner.note_unasked()
             self.abort(error)
 
-    def _finish(self) -> None:
+    @property
+    def _status(self) -> int:
+        return 0 if self._parser is None else self._parser.status
+
+    def _finish(self, reusable: bool) -> None:
         # A server that refuses a request may respond before it has read all of it. The rest of the request is still in
         # the write buffer then, and the connection cannot be used again.
-        if self._parser.status >= 300 or not self._parser.reusable or self._transport.get_write_buffer_size():
+        if self._status >= 300 or not reusable or self._transport.get_write_buffer_size():
             self.deliver()
             self.abort()
         else:
@@ -394,27 +409,30 @@ class _Connection(asyncio.Protocol):
 
     def deliver(self) -> None:
         response, self._response = self._response, None
-        if response is not None and not response.done():
-            response.set_result(self._parser.response())
-            del self._parser
+        complete, self._complete = self._complete, None
+        self._parser = None
+        if response is not None and complete is not None and not response.done():
+            response.set_result(complete)
 
     def eof_received(self) -> None:
         self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._response is not None and self._parser.end(error is None):
+        if self._complete is None and self._parser is not None and self._parser.end(error is None):
+            self._complete = self._parser.response()
+        if self._complete is not None:
             self.deliver()
         if self._response is not None:
-            when = "inside the response" if self._parser.status else "before the response"
+            when = "inside the response" if self._status else "before the response"
             self.abort(RemoteProtocolError(f"the connection was closed {when}" + (f": {error}" if error else "")))
         else:
             self.abort()
 
 
 class Carrier(Protocol):
-    """A connection. ``last`` has the hashes of the request and the answer that it carried last."""
+    """A connection. ``last`` has the request and the answer that it carried last."""
 
-    last: tuple[object, int]
+    last: tuple[object, object]
 
 
 class UnaskedCounter:
@@ -427,17 +445,17 @@ class UnaskedCounter:
     def refuse_late(self, connection: Carrier, request: AnyBody, answer: bytes | bytearray) -> None:
         """Raises UnaskedBytes if the answer is the one before it once more, which answered another request."""
         if self._first_id is None:
-            self._first_id = _id_of(answer)
-        # Media are not hashed: requests with media count as different ones.
-        sent = object() if isinstance(request, Body) else xxh3_64_intdigest(request)
+            found = _ID.search(answer)
+            self._first_id = found[0] if found else b""
         before = connection.last
-        connection.last = (sent, xxh3_64_intdigest(answer))
-        if before[1] == connection.last[1] and before[0] != connection.last[0]:
-            if _id_of(answer) in (b"", self._first_id):
-                return  # answers of this server have no id of their own
-            if not self.unasked:  # a server whose answers and ids are equal by chance is never refused
-                self.note_unasked()
-            raise UnaskedBytes
+        connection.last = (_kept(request), _kept(answer))
+        if before[1] != connection.last[1] or before[0] == connection.last[0]:
+            return
+        if self._first_id in answer:
+            return  # answers of this server have no id of their own
+        if not self.unasked:  # a server whose answers and ids are equal by chance is never refused
+            self.note_unasked()
+        raise UnaskedBytes
 
     def note_unasked(self) -> None:
         """Logs the first time."""
@@ -450,9 +468,13 @@ class UnaskedCounter:
         self.unasked += 1
 
 
-def _id_of(answer: bytes | bytearray) -> bytes:
-    found = _ID.search(answer)
-    return found[1] if found else b""
+def _kept(data: AnyBody | bytearray) -> object:
+    """What can be compared with another request or answer, and takes little memory."""
+    if len(data) <= _MAX_KEPT_BYTES:
+        return data
+    if isinstance(data, Body):  # media are not hashed: requests with media count as different ones
+        return object()
+    return xxh3_64_intdigest(data)
 
 
 class PlainTransport(UnaskedCounter):

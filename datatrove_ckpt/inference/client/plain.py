@@ -8,7 +8,7 @@ error, a connection is closed and not used again. So is one after any answer tha
 sends a 504, and may pass on the real answer later.
 
 HTTP/1.1 has no means to tell a response that was not requested from the response to the next request. So a connection
-rests for ``QUIET`` seconds after each response. If more bytes arrive by then, the response is dropped: it may belong to
+rests for at least ``QUIET`` seconds after each response. If more bytes arrive by then, the response is dropped: it may belong to
 another request. From then on, no connection carries a second request. A response that comes later than that takes the
 place of the next one. It is noticed where each answer has an ``id`` of its own: it equals the response before it.
 
@@ -46,8 +46,7 @@ from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
-QUIET = 0.01  # seconds
-_TICK = 0.002  # seconds; a timer for each response costs more than all else that a response needs
+QUIET = 0.005  # seconds
 _ID = re.compile(rb'"id": ?"[^"]+"')
 _MAX_KEPT_BYTES = 1 << 13
 COMPRESSED = "the response is compressed, which was not requested"
@@ -520,6 +519,7 @@ class PlainTransport(UnaskedCounter):
         self._timer: asyncio.TimerHandle | None = None
         # The connections that rest, in order, each with the end of its rest.
         self._resting: deque[tuple[float, _Connection]] = deque()
+        self._timer_of_rest: asyncio.TimerHandle | None = None
         self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
@@ -568,20 +568,25 @@ class PlainTransport(UnaskedCounter):
         await asyncio.sleep(0)  # the event loop closes the sockets in its next iteration
 
     def deliver_later(self, connection: _Connection) -> None:
-        """Delivers the response of a connection after ``QUIET`` seconds."""
-        if not self._resting:
-            self._loop.call_later(QUIET, self._deliver_rested)
-        self._resting.append((self._loop.time() + QUIET, connection))
-
-    def _deliver_rested(self) -> None:
+        """Delivers the response of a connection after ``QUIET`` seconds, or up to twice as many."""
         now = self._loop.time()
-        try:
-            while self._resting and self._resting[0][0] <= now:
-                _, connection = self._resting.popleft()
-                connection.deliver()
-        finally:  # an error of one connection must not let the others wait
-            if self._resting:
-                self._loop.call_later(max(_TICK, self._resting[0][0] - now), self._deliver_rested)
+        self._resting.append((now + QUIET, connection))
+        if self._timer_of_rest is None:
+            self._timer_of_rest = self._loop.call_later(QUIET, self._rest_ends)
+        # A timer for each response would cost more than all else that a response needs. And responses that one timer
+        # delivers at once let the server wait for requests that come at once.
+        self._deliver_rested(now)
+
+    def _rest_ends(self) -> None:
+        self._timer_of_rest = None
+        if self._resting:
+            self._timer_of_rest = self._loop.call_later(QUIET, self._rest_ends)
+        self._deliver_rested(self._loop.time())
+
+    def _deliver_rested(self, now: float) -> None:
+        while self._resting and self._resting[0][0] <= now:
+            _, connection = self._resting.popleft()
+            connection.deliver()
 
     def explain(self, error: Exception) -> str:
         """What went wrong, without secrets; may be empty."""

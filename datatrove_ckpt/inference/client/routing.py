@@ -389,7 +389,8 @@ class Router:
         """The least busy target that can take a request."""
         if self._in_flight >= self._limit or self._shutdown.is_stopping:
             return None
-        return _least_busy([t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit])
+        free = [t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit]
+        return free[0] if len(free) == 1 else _least_busy(free)
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine

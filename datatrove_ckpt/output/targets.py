@@ -41,6 +41,7 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
+from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
@@ -59,7 +60,6 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import (
-    RetryPolicy,
     failure_line,
     file_system_call,
     http_status,
@@ -91,8 +91,6 @@ class Target:
         self._folder = folder
         # A folder for each process: one that lost its rank to another must not touch what that one stages.
         self.staging = staging_root / secrets.token_hex(4)
-        self.check_owner: Callable[[], None] = lambda: None
-        """Called before a further attempt to upload. Raises Fenced: another process has taken the rank over."""
         self.placement = Placement()
         """Puts what was published in place."""
 
@@ -157,16 +155,8 @@ class Target:
     def stop(self) -> None:
         """Ends the wait in ``publish``."""
 
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        """Calls what looks at the folder. ``what`` starts the messages.
-
-        Raises:
-            StorageFailed, OutputFailed: it cannot be read.
-        """
-        raise NotImplementedError
-
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Corrects a listing that may show an earlier state of the folder."""
+        """Adds to a listing the files that this process has published and the folder does not show yet."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +185,6 @@ class LocalTarget(Target):
         super().__init__(folder, scratch / layout.STAGING)
         self._root = Path(folder.resolve_paths("")).absolute()
         self._beside = self._root / STAGING / name
-
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        with explained("read", self._root):
-            return call()
 
     def _create(self, staged: Path, name: str) -> bool:
         final = self._root / name
@@ -268,18 +254,15 @@ class RemoteTarget(Target):
     """A remote folder, on any file system of fsspec.
 
     Args:
-        policy: None: that for storages.
+        lease: checked before a further attempt to upload.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, policy: RetryPolicy | None = None) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease) -> None:
         super().__init__(folder, scratch / layout.STAGING)
+        self._lease = lease
         self._url = folder.resolve_paths("")
         self._calls = StoppableCalls()
-        self._policy = policy or retrying.STORAGE
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
-
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        return self._retry(f"{self._url} {what}", call)
 
     def _create(self, staged: Path, name: str) -> bool:
         there = self._retry(f"{self._folder.resolve_paths(name)} could not be looked up", partial(self._exists, name))
@@ -349,18 +332,10 @@ class RemoteTarget(Target):
 
     def _pause(self, seconds: float) -> None:
         self._calls.sleep(seconds)
-        self.check_owner()
+        self._lease.check()
 
     def _retry(self, what: str, call: Callable[[], T], sleep: Callable[[float], None] | None = None) -> T:
-        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
-
-        Raises:
-            OutputFailed: its cause is the last error.
-        """
-        try:
-            return self._policy.run(partial(self._calls.run, call), what, sleep=sleep or self._calls.sleep)
-        except OSError as error:
-            raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
+        return storage_call(what, call, self._calls, sleep)
 
 
 class S3Target(RemoteTarget):
@@ -370,8 +345,8 @@ class S3Target(RemoteTarget):
         probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, probe: str) -> None:
-        super().__init__(folder, scratch)
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, probe: str) -> None:
+        super().__init__(folder, scratch, lease)
         self._probe = probe
 
     def prepare(self) -> None:
@@ -442,7 +417,7 @@ class S3Target(RemoteTarget):
         try:
             yield
         except OutputFailed as error:
-            if error.__cause__ is None or self._policy.passes(error.__cause__):
+            if error.__cause__ is None or retrying.STORAGE.passes(error.__cause__):
                 raise
             logger.warning(
                 f"{self._url}: uploads that were interrupted stay open ({failure_line(error.__cause__)}). "
@@ -466,18 +441,16 @@ class HubTarget(Target):
         pace: when uploaded files are committed.
     """
 
-    def __init__(self, folder: DataFolder, hub: HubFolder, scratch: Path, rank: int, pace: CommitPace) -> None:
+    def __init__(
+        self, folder: DataFolder, hub: HubFolder, scratch: Path, lease: RankLease, rank: int, pace: CommitPace
+    ) -> None:
         super().__init__(folder, scratch / layout.STAGING)
         self._calls = StoppableCalls()
-        self._uploads = HubUploads(hub, self._calls)
+        self._uploads = HubUploads(hub, self._calls, lease)
         self.placement = self._commits = HubCommits(self._uploads, pace, rank, self._calls)
 
     def prepare(self) -> None:
         no_bars_in_logs()
-        self._uploads.check_owner = self.check_owner
-
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        return self._uploads.looked(what, call)
 
     def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
         """See ``Target``. A repository has no file before a commit, which refuses other content itself."""
@@ -515,8 +488,6 @@ class HubTarget(Target):
         return found[name].hash if name in found else ""
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
-        """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
-        self._uploads.look_again(found, commits.files)
         lost = {one.path: one for one in commits.files if not found.is_right(one)}
         if trusted := self._not_shown_yet(lost.keys() - found.sizes.keys()):
             logger.info(
@@ -540,17 +511,31 @@ class HubTarget(Target):
         self._commits.stop()
 
 
-def make_target(folder: DataFolder, scratch: Path, rank: int, pace: CommitPace) -> Target:
+def make_target(folder: DataFolder, scratch: Path, lease: RankLease, rank: int, pace: CommitPace) -> Target:
     """The target for a writer's output folder. ``scratch``: below it, files for a remote folder are staged."""
     # Another run may write other files into the same folder. It must not remove what this one stages.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
     if folder.is_local():
         return LocalTarget(folder, scratch, f"{rank:05d}-{run}")
     if (hub := HubFolder.of(folder)) is not None:
-        return HubTarget(folder, hub, scratch, rank, pace)
+        return HubTarget(folder, hub, scratch, lease, rank, pace)
     if hasattr(folder.fs, "call_s3"):
-        return S3Target(folder, scratch, f"{STAGING}/probe-{run}")
-    return RemoteTarget(folder, scratch)
+        return S3Target(folder, scratch, lease, f"{STAGING}/probe-{run}")
+    return RemoteTarget(folder, scratch, lease)
+
+
+def storage_call(
+    what: str, call: Callable[[], T], calls: StoppableCalls, sleep: Callable[[float], None] | None = None
+) -> T:
+    """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
+
+    Raises:
+        OutputFailed: its cause is the last error.
+    """
+    try:
+        return retrying.STORAGE.run(partial(calls.run, call), what, sleep=sleep or calls.sleep)
+    except OSError as error:
+        raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
 
 
 def _advice(error: BaseException) -> str:

@@ -72,6 +72,8 @@ class OpenCheckpoint:
     def __init__(self, settings: CheckpointManager, lease: RankLease, output: Output) -> None:
         rank_files = lease.files
         self.lease = lease
+        self.has_locks = lease.lock.works
+        """False: the file system has no locks, and only the fence keeps two processes apart."""
         self.resumed = point = rank_files.point
         self.counts = rank_files.counts
         """What all attempts of the rank committed. The storage thread adds to it."""
@@ -186,11 +188,6 @@ class OpenCheckpoint:
         self._storage.call(lambda: self._publisher.submit(chunk, self._files.synced_journal(chunk)))
 
     # state -------------------------------------------------------------------------------------------------------
-
-    @property
-    def has_locks(self) -> bool:
-        """False: the file system has no locks, and only the fence keeps two processes apart."""
-        return self.lease.lock.works
 
     @property
     def seconds(self) -> Seconds:

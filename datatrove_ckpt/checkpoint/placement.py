@@ -50,6 +50,9 @@ class Placement:
     def hurry(self) -> None:
         """Nothing is gained by waiting from now on: the rank has no more chunks, or will end soon. Returns at once."""
 
+    def stop(self) -> None:
+        """Puts nothing in place any more."""
+
 
 class DiskRoom:
     """Whether the disk of a rank's checkpoint is nearly full."""

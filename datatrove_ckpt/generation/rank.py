@@ -133,20 +133,21 @@ class _Run:
         folder, identity = rank_folder(root, rank), step.identity(self.world_size)
         check = OutputCheck(step.output_writer, step.checkpoints_root, step.checkpoints_remote_dir, run=identity.digest)
         output_folder = OutputFolder(check, rank, folder, prefix)
+        interruptible = preemption.interruptible()
         manager = CheckpointManager(
             root,
             rank,
             step.records_per_chunk,
             identity,
-            preemption.interruptible()(output_folder.refuse_existing),
-            preemption.interruptible()(output_folder.check_moved),
+            interruptible(output_folder.refuse_existing),
+            interruptible(output_folder.check_moved),
             placed_later=output_folder.hub is not None,
             sync_seconds=step.sync_seconds,
             retry_errors=step.retry_errors,
             keep_answers=step.keep_answers,
             accept_changes=step.accept_changes,
             mirror=open_mirror(step, folder, rank, identity, preemption),
-            old_answers=preemption.interruptible()(partial(open_old, step, rank, identity)),
+            old_answers=interruptible(partial(open_old, step, rank, identity)),
             shutdown=preemption.shutdown,
         )
         numbers = RankNumbers(rank, step.checkpoints_root, folder)

@@ -66,12 +66,11 @@ class ChunkOutput:
         self._folder = folder
         self._check = folder.check
         self._lease = lease
-        self._writer = folder.writer
         self._rank = folder.rank
-        self._writing = ChunkWriting(self._writer, self._rank, self.names)
+        self._writing = ChunkWriting(folder.writer, folder.rank, folder.names)
         self._taken: dict[str, tuple[str, int]] = {}
         self._has_published = False
-        self._target = make_target(self._writer.output_folder, folder.scratch, lease, self._rank, pace)
+        self._target = make_target(folder, lease, pace)
         self.placement = self._target.placement
         """Puts the files of written chunks in place."""
 
@@ -82,17 +81,17 @@ class ChunkOutput:
             OutputMismatch: committed files are missing or changed, files are there that no commit names, or the folder
                 belongs to another run.
         """
-        commits, found = self._look()
-        self._check.refuse_lost(self._check.by_name([commits]), found)
-        self._check.refuse_unknown(commits, found)
+        self._check.refuse_unknown(*self._look())
 
     def _commits(self) -> RankCommits:
         return RankCommits(self._check.root, self._rank, read=self._lease.read_commits)
 
     def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
+        """Lists the folder, and refuses it if committed files are missing or changed."""
         commits = self._commits()
         found = self._folder.look(commits, others)
         self._target.settle(commits, found)
+        self._check.refuse_lost(self._check.by_name([commits]), found)
         return commits, found
 
     def prepare(self) -> None:
@@ -104,21 +103,21 @@ class ChunkOutput:
             StorageFailed, OutputFailed: the output folder cannot be written to. It is checked here, before the first
                 request is paid for.
         """
-        if not self._folder.is_first:
+        is_first = self._folder.is_first
+        if not is_first:
             self._folder.check_access()
         self._intents = Intents(self._folder.scratch)
         # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
         is_elsewhere = self._folder.hub is None
-        others = not self._folder.is_first and (is_elsewhere or not self._intents.is_kept)
+        others = not is_first and (is_elsewhere or not self._intents.is_kept)
         if others or self._commits().files:
             commits, found = self._look(others)
-            self._check.refuse_lost(self._check.by_name([commits]), found)
             if others:
                 self._refuse_strangers(commits, found)
             self._writing.resume(commits.files)
             if self.names.fields:  # otherwise the chunk index alone keeps names apart
                 self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
-        if not self._folder.is_first:
+        if not is_first:
             self._folder.claim()
         if not self._intents.is_kept:
             self._intents.add({})
@@ -138,18 +137,16 @@ class ChunkOutput:
             # All in one write: a crash between two of them would make strangers of the rest.
             self._intents.add({name: self._target.hash_of(name) for name in names})
             return
-        others = [name for name in names & self._intents.names if not self._is_intended(name)]
+        intended = names & self._intents.names
+        others = [name for name in intended if self._target.hash_of(name) not in self._intents.hashes(name)]
         if others:
             raise other_content(self._check.where, sorted(others))
         self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
 
-    def _is_intended(self, name: str) -> bool:
-        return self._target.hash_of(name) in self._intents.hashes(name)
-
     def stop(self) -> None:
         """Ends the wait for uploads and commits under way. The next process publishes those chunks again."""
-        self._folder.stop()
-        self._target.stop()
+        self._folder.calls.stop()
+        self.placement.stop()
 
     def finish(self) -> None:
         """Removes the staging folder. Nothing may be staged after that."""
@@ -166,7 +163,7 @@ class ChunkOutput:
         """
         staging = self._target.staging / f"chunk_{chunk_index:05d}"
         files.disk.remove_tree(staging)
-        staged = StagedFiles(staging, self._writer.output_mg)
+        staged = StagedFiles(staging, self._folder.writer.output_mg)
         try:
             self._writing.write(staged, chunk_index, documents)
             self._refuse_taken(chunk_index, staged.finished)

@@ -115,7 +115,7 @@ class HubReads:
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
         self.folder = folder
-        self._calls = calls
+        self.calls = calls
 
     def looked(self, what: str, call: Callable[[], T], patience_seconds: float | None = None) -> T:
         """Calls until it works, before or after generation.
@@ -141,10 +141,10 @@ class HubReads:
         sleep: Callable[[float], None] | None = None,
     ) -> T:
         """``at_most_seconds``: for one call."""
-        run = partial(self._calls.run, call, at_most_seconds)
+        run = partial(self.calls.run, call, at_most_seconds)
         meanwhile = GENERATION_GOES_ON if policy is retrying.HUB else ""
         try:
-            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self._calls.sleep)
+            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self.calls.sleep)
         except OSError as error:
             raise given_up(self.folder, what, error) from error
 
@@ -162,7 +162,7 @@ class HubReads:
             files = [file for file in files if not found.is_right(file)]
             if not files:
                 return
-            self._calls.sleep(seconds)
+            self.calls.sleep(seconds)
             names = [plain(file.path) for file in files]
             found.show(self.looked("cannot be listed", partial(self._newest, names)))
 
@@ -248,7 +248,7 @@ class HubUploads(HubReads):
             OSError: the hub refused, or no answer came.
             Stopping: ``stop`` was called meanwhile.
         """
-        found = self._calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
+        found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
         return self._history
@@ -274,18 +274,18 @@ class HubUploads(HubReads):
             Stopping: ``stop`` was called meanwhile.
         """
         folder = self.folder
-        found = self._calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
+        found = self.calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
         others = [file.name for file in files if file.name in found and not file.may_replace(found[file.name])]
         if others:
             raise other_content(folder.url, others)
         operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]
         if not operations:  # an earlier commit whose answer got lost
             return len(self._seen)
-        self._calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
+        self.calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
         return len(self._seen)
 
     def _pause(self, seconds: float) -> None:
-        self._calls.sleep(seconds)
+        self.calls.sleep(seconds)
         self.lease.check()
 
 
@@ -305,17 +305,16 @@ class HubCommits(Placement):
     Args:
         pace: when the rank may commit.
         rank: for the commits' messages.
-        calls: their ``stop`` ends the thread.
     """
 
-    def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int, calls: StoppableCalls) -> None:
+    def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int) -> None:
         self.confirmed: dict[str, int] = {}
         """Of files whose commit the hub has confirmed, by name: what ``HubUploads.commit`` has returned."""
         self._uploads = uploads
         self._pace = pace
         self._seconds = pace.seconds_of_next()
         self._rank = rank
-        self._calls = calls
+        self._calls = uploads.calls
         self._uploaded: dict[int, tuple[list[UploadedFile], Callable[[], None]]] = {}
         self._queue: list[tuple[UploadedFile, _Chunk]] = []
         """What waits for a commit, oldest first."""
@@ -354,8 +353,7 @@ class HubCommits(Placement):
             self._change.notify_all()
 
     def stop(self) -> None:
-        """Ends the thread. A commit under way may still happen; the next attempt finds it."""
-        self._calls.stop()
+        """Ends the thread, whose calls were stopped. A commit under way may still happen; the next attempt finds it."""
         with self._change:
             self._change.notify_all()
 

@@ -5,19 +5,18 @@ Nothing here writes output, so nothing here needs the rank's lease: most refusal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.output.committed import FoundFiles, OutputCheck, RankCommits, committed_files
+from datatrove_ckpt.output.committed import CommittedFile, FoundFiles, OutputCheck, RankCommits, committed_files
 from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
 from datatrove_ckpt.output.hub_commits import HubReads
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.targets import storage_call
+from datatrove_ckpt.output.stoppable import StorageCalls
 
 T = TypeVar("T")
 
@@ -42,7 +41,8 @@ class OutputFolder:
         self.retry = scratch.parent.name if prefix else ""
         self.is_first = False
         """Whether ``refuse_existing`` was called, and refused nothing."""
-        self._calls = StoppableCalls()
+        self.calls = StorageCalls()
+        """All calls and pauses of this rank for the folder, also those of its target. ``ChunkOutput.stop`` ends them."""
 
     def refuse_existing(self) -> None:
         """Call it before the first start of a rank.
@@ -65,16 +65,13 @@ class OutputFolder:
         root = self.check.root
         commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
         if committed := self.check.by_name(commits):
-            found = self._call("cannot be listed", partial(self.check.look, committed, contents=False))
-            for rank_commits in commits:
-                self._look_again(found, rank_commits)
-            self.check.refuse_lost(committed, found)
+            self.check.refuse_lost(committed, self._list(committed, contents=False))
 
     def check_access(self) -> None:
         """Call it before the folder is listed: a listing does not tell what is missing."""
         if self.hub is not None:
             committed = partial(committed_files, self.writer, self.check.root)
-            check_access(self.hub, private_if_made(self.writer), self._calls, committed=committed)
+            check_access(self.hub, private_if_made(self.writer), self.calls, committed=committed)
 
     def claim(self) -> None:
         """Makes the run the owner of the folder, unless another run is."""
@@ -87,15 +84,13 @@ class OutputFolder:
             OutputMismatch: the folder belongs to another run.
             StorageFailed, OutputFailed: it cannot be read.
         """
-        committed = self.check.by_name([commits])
-        found = self._call("cannot be listed", partial(self.check.look, committed, self.rank, others))
-        self._look_again(found, commits)
-        return found
+        return self._list(self.check.by_name([commits]), rank=self.rank, others=others)
 
-    def _look_again(self, found: FoundFiles, commits: RankCommits) -> None:
-        """The hub may not show yet what it has committed."""
-        if self.hub is not None:
-            HubReads(self.hub, self._calls).look_again(found, commits.files)
+    def _list(self, committed: Mapping[str, CommittedFile], **options: Any) -> FoundFiles:
+        found = self._call("cannot be listed", partial(self.check.look, committed, **options))
+        if self.hub is not None:  # it may not show yet what it has committed
+            HubReads(self.hub, self.calls).look_again(found, committed.values())
+        return found
 
     def _call(self, what: str, call: Callable[[], T]) -> T:
         """Calls what looks at the folder. ``what`` starts the messages."""
@@ -104,9 +99,5 @@ class OutputFolder:
             with explained("read", Path(where).absolute()):
                 return call()
         if self.hub is not None:
-            return HubReads(self.hub, self._calls).looked(what, call)
-        return storage_call(f"{where} {what}", call, self._calls)
-
-    def stop(self) -> None:
-        """Ends all waiting."""
-        self._calls.stop()
+            return HubReads(self.hub, self.calls).looked(what, call)
+        return self.calls.retry(f"{where} {what}", call)

@@ -24,7 +24,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -58,13 +58,13 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, remove_files
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import STAGING
-from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.output_folder import OutputFolder
+from datatrove_ckpt.output.stoppable import StorageCalls
 from datatrove_ckpt.retrying import (
     failure_line,
     file_system_call,
     http_status,
     is_taken,
-    lacks_credentials,
     s3_code,
 )
 
@@ -87,10 +87,10 @@ class Target:
     Nothing is written over: a file that is there is replaced only if the rank's intents name its content.
     """
 
-    def __init__(self, folder: DataFolder, staging_root: Path) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path) -> None:
         self._folder = folder
         # A folder for each process: one that lost its rank to another must not touch what that one stages.
-        self.staging = staging_root / secrets.token_hex(4)
+        self.staging = scratch / layout.STAGING / secrets.token_hex(4)
         self.placement = Placement()
         """Puts what was published in place."""
 
@@ -152,9 +152,6 @@ class Target:
     def finish(self) -> None:
         """Called when everything is published."""
 
-    def stop(self) -> None:
-        """Ends the wait in ``publish``."""
-
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """Adds to a listing the files that this process has published and the folder does not show yet."""
 
@@ -182,7 +179,7 @@ class LocalTarget(Target):
     """
 
     def __init__(self, folder: DataFolder, scratch: Path, name: str) -> None:
-        super().__init__(folder, scratch / layout.STAGING)
+        super().__init__(folder, scratch)
         self._root = Path(folder.resolve_paths("")).absolute()
         self._beside = self._root / STAGING / name
 
@@ -257,15 +254,17 @@ class RemoteTarget(Target):
         lease: checked before a further attempt to upload.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease) -> None:
-        super().__init__(folder, scratch / layout.STAGING)
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StorageCalls) -> None:
+        super().__init__(folder, scratch)
         self._lease = lease
+        self._calls = calls
         self._url = folder.resolve_paths("")
-        self._calls = StoppableCalls()
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
     def _create(self, staged: Path, name: str) -> bool:
-        there = self._retry(f"{self._folder.resolve_paths(name)} could not be looked up", partial(self._exists, name))
+        there = self._calls.retry(
+            f"{self._folder.resolve_paths(name)} could not be looked up", partial(self._exists, name)
+        )
         if there:
             return False
         if self._creates_once:
@@ -291,9 +290,9 @@ class RemoteTarget(Target):
         """
         size, remote = local.stat().st_size, self._folder.resolve_paths(name)
         put = partial(self._put, local, name, **options)
-        if not self._retry(f"{remote} could not be uploaded", put, self._pause):
+        if not self._calls.retry(f"{remote} could not be uploaded", put, self._pause):
             return False
-        remote_size = self._retry(f"{remote} could not be looked up", partial(self._info, name))["size"]
+        remote_size = self._calls.retry(f"{remote} could not be looked up", partial(self._info, name))["size"]
         if int(remote_size) != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
@@ -322,20 +321,14 @@ class RemoteTarget(Target):
 
     def _hash(self, name: str) -> str:
         what = f"{self._folder.resolve_paths(name)} cannot be read"
-        return self._retry(what, partial(content_hash, self._folder, name))
+        return self._calls.retry(what, partial(content_hash, self._folder, name))
 
     def _stamp(self, name: str) -> int:
-        return remote_stamp(self._retry(f"{name} could not be looked up", partial(self._info, name)))
-
-    def stop(self) -> None:
-        self._calls.stop()
+        return remote_stamp(self._calls.retry(f"{name} could not be looked up", partial(self._info, name)))
 
     def _pause(self, seconds: float) -> None:
         self._calls.sleep(seconds)
         self._lease.check()
-
-    def _retry(self, what: str, call: Callable[[], T], sleep: Callable[[float], None] | None = None) -> T:
-        return storage_call(what, call, self._calls, sleep)
 
 
 class S3Target(RemoteTarget):
@@ -345,8 +338,8 @@ class S3Target(RemoteTarget):
         probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, probe: str) -> None:
-        super().__init__(folder, scratch, lease)
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StorageCalls, probe: str) -> None:
+        super().__init__(folder, scratch, lease, calls)
         self._probe = probe
 
     def prepare(self) -> None:
@@ -356,7 +349,7 @@ class S3Target(RemoteTarget):
             OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
         """
         create = partial(self._call, "create_multipart_upload", self._probe)
-        upload = self._retry(f"{self._url} cannot be written to", create)["UploadId"]
+        upload = self._calls.retry(f"{self._url} cannot be written to", create)["UploadId"]
         with self._warn_if_forbidden():
             self._abort(self._probe, upload)
         left = self.staging.parent
@@ -378,7 +371,7 @@ class S3Target(RemoteTarget):
     def _abort_open_uploads(self, names: set[str]) -> None:
         with self._warn_if_forbidden():
             what = f"{self._url}: the open uploads could not be listed"
-            found = self._retry(what, lambda: self._open_uploads(names))
+            found = self._calls.retry(what, lambda: self._open_uploads(names))
             for name, upload in found:
                 self._abort(name, upload)
             if found:
@@ -409,7 +402,7 @@ class S3Target(RemoteTarget):
                 if s3_code(error) != "NoSuchUpload":
                     raise
 
-        self._retry(f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort)
+        self._calls.retry(f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort)
 
     @contextmanager
     def _warn_if_forbidden(self) -> Iterator[None]:
@@ -441,16 +434,11 @@ class HubTarget(Target):
         pace: when uploaded files are committed.
     """
 
-    def __init__(
-        self, folder: DataFolder, hub: HubFolder, scratch: Path, lease: RankLease, rank: int, pace: CommitPace
-    ) -> None:
-        super().__init__(folder, scratch / layout.STAGING)
-        self._calls = StoppableCalls()
-        self._uploads = HubUploads(hub, self._calls, lease)
-        self.placement = self._commits = HubCommits(self._uploads, pace, rank, self._calls)
-
-    def prepare(self) -> None:
+    def __init__(self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace) -> None:
+        super().__init__(folder.writer.output_folder, folder.scratch)
         no_bars_in_logs()
+        self._uploads = HubUploads(hub, folder.calls, lease)
+        self.placement = self._commits = HubCommits(self._uploads, pace, folder.rank)
 
     def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
         """See ``Target``. A repository has no file before a commit, which refuses other content itself."""
@@ -507,51 +495,19 @@ class HubTarget(Target):
         history = self._uploads.looked("cannot be listed", self._uploads.history)
         return {name for name, seen in committed.items() if self._uploads.is_earlier(history, seen)}
 
-    def stop(self) -> None:
-        self._commits.stop()
 
-
-def make_target(folder: DataFolder, scratch: Path, lease: RankLease, rank: int, pace: CommitPace) -> Target:
-    """The target for a writer's output folder. ``scratch``: below it, files for a remote folder are staged."""
+def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:
+    """The target for a rank's output folder."""
+    output, scratch = folder.writer.output_folder, folder.scratch
     # Another run may write other files into the same folder. It must not remove what this one stages.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
-    if folder.is_local():
-        return LocalTarget(folder, scratch, f"{rank:05d}-{run}")
-    if (hub := HubFolder.of(folder)) is not None:
-        return HubTarget(folder, hub, scratch, lease, rank, pace)
-    if hasattr(folder.fs, "call_s3"):
-        return S3Target(folder, scratch, lease, f"{STAGING}/probe-{run}")
-    return RemoteTarget(folder, scratch, lease)
-
-
-def storage_call(
-    what: str, call: Callable[[], T], calls: StoppableCalls, sleep: Callable[[float], None] | None = None
-) -> T:
-    """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
-
-    Raises:
-        OutputFailed: its cause is the last error.
-    """
-    try:
-        return retrying.STORAGE.run(partial(calls.run, call), what, sleep=sleep or calls.sleep)
-    except OSError as error:
-        raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
-
-
-def _advice(error: BaseException) -> str:
-    """What the user can do about a failed upload."""
-    kept = "Nothing that was saved is lost: run the same command again"
-    if lacks_credentials(error):
-        return f"Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE. {kept}."
-    if isinstance(error, PermissionError) or http_status(error) in (401, 403):
-        needs = (
-            "On S3 they need s3:PutObject, s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, "
-            "s3:ListBucketMultipartUploads"
-        )
-        return f"Check the credentials, and what they allow. {needs}. {kept}."
-    if isinstance(error, FileNotFoundError) or http_status(error) == 404:
-        return f"Make the bucket, or correct output_folder (on S3 also AWS_ENDPOINT_URL). {kept}."
-    return f"Check the network and the server. {kept}."
+    if output.is_local():
+        return LocalTarget(output, scratch, f"{folder.rank:05d}-{run}")
+    if folder.hub is not None:
+        return HubTarget(folder, folder.hub, lease, pace)
+    if hasattr(output.fs, "call_s3"):
+        return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
+    return RemoteTarget(output, scratch, lease, folder.calls)
 
 
 # Removes output files; from a repository on the hub many in one commit, because commits are few.

@@ -20,6 +20,7 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed
 from datatrove_ckpt.output.committed import list_output
+from datatrove_ckpt.output.stoppable import StorageCalls
 from datatrove_ckpt.output.targets import RemoteTarget, S3Target
 from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.readers import JsonlReader
@@ -64,14 +65,19 @@ def leased(check: Callable[[], None] = lambda: None) -> Any:
     return SimpleNamespace(check=check)
 
 
-def remote_folder(scratch: Path, lease: Any) -> RemoteTarget:
-    return RemoteTarget(DataFolder("breaking://output"), scratch, lease)
+def remote_folder(scratch: Path, lease: Any, calls: StorageCalls) -> RemoteTarget:
+    return RemoteTarget(DataFolder("breaking://output"), scratch, lease, calls)
 
 
 @pytest.fixture
-def folder(files: type[Breaking], tmp_path: Path, policy: ChangePolicy) -> RemoteTarget:
+def calls() -> StorageCalls:
+    return StorageCalls()
+
+
+@pytest.fixture
+def folder(files: type[Breaking], tmp_path: Path, policy: ChangePolicy, calls: StorageCalls) -> RemoteTarget:
     policy("STORAGE", first=0.001)
-    return remote_folder(tmp_path, leased())
+    return remote_folder(tmp_path, leased(), calls)
 
 
 @pytest.fixture
@@ -124,13 +130,13 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
 
 
 def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
-    files: type[Breaking], local: Path, tmp_path: Path, policy: ChangePolicy
+    files: type[Breaking], local: Path, tmp_path: Path, calls: StorageCalls, policy: ChangePolicy
 ) -> None:
     def taken() -> None:
         raise Fenced("Another process has taken over")
 
     policy("STORAGE", first=0.001)
-    folder = remote_folder(tmp_path, leased(taken))
+    folder = remote_folder(tmp_path, leased(taken), calls)
     folder.upload(local, "a")
     files.before = failing(ConnectionResetError("the network is gone, and comes back"))
     with pytest.raises(Fenced):
@@ -152,7 +158,9 @@ def test_a_file_of_another_size_is_refused(files: type[Breaking], folder: Remote
         folder.upload(local, "a")
 
 
-def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: RemoteTarget, local: Path) -> None:
+def test_a_stop_ends_the_wait_for_an_upload(
+    files: type[Breaking], folder: RemoteTarget, calls: StorageCalls, local: Path
+) -> None:
     begun, release = threading.Event(), threading.Event()
 
     def hang(path: str) -> None:
@@ -160,7 +168,7 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
         release.wait()
 
     files.before = hang
-    threading.Thread(target=lambda: (begun.wait(), folder.stop())).start()
+    threading.Thread(target=lambda: (begun.wait(), calls.stop())).start()
     with pytest.raises(Stopping):
         folder.upload(local, "a")
     release.set()
@@ -169,12 +177,12 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
 
 
 def test_a_stop_ends_the_pause_between_attempts(
-    files: type[Breaking], folder: RemoteTarget, local: Path, policy: ChangePolicy
+    files: type[Breaking], folder: RemoteTarget, calls: StorageCalls, local: Path, policy: ChangePolicy
 ) -> None:
     policy("STORAGE", first=1000.0, longest=1000.0, patience=1000.0)
 
     def fail(path: str) -> None:
-        threading.Timer(0.05, folder.stop).start()
+        threading.Timer(0.05, calls.stop).start()
         raise ConnectionError
 
     files.before = fail
@@ -256,7 +264,7 @@ class Uploads:
 def on_s3(uploads: Uploads, scratch: Path, *left: str) -> S3Target:
     """``left``: the files that an earlier process has staged."""
     folder = SimpleNamespace(fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/"))
-    target = S3Target(folder, scratch, leased(), "probe")
+    target = S3Target(folder, scratch, leased(), StorageCalls(), "probe")
     for name in left:
         staged = target.staging.with_name("earlier") / "0" / name
         staged.parent.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ class OutputFolder:
         self.is_first = False
         """Whether ``refuse_existing`` was called, and refused nothing."""
         self.calls = StorageCalls()
-        """All calls and pauses of this rank for the folder, also those of its target. ``ChunkOutput.stop`` ends them."""
+        """All calls and pauses for the folder, also those of the target. ``ChunkOutput.stop`` ends them."""
 
     def refuse_existing(self) -> None:
         """Call it before the first start of a rank.

@@ -57,7 +57,7 @@ class ChunkOutput:
 
     Args:
         folder: the rank's output folder. Its writer is copied for each chunk, and never opened itself.
-        lease: checked after a chunk's documents are read, and before its files are put in place.
+        lease: knows the rank's commits. The target checks it before a further attempt to upload or to commit.
         pace: when files that are uploaded to the hub are committed.
     """
 

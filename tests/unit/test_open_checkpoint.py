@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -208,6 +209,31 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
     log.write_bytes(b"")  # as by another process
     assert set(checkpoint.lease.read_commits(log)) == ({0} if locks else set())
     checkpoint.close(completed=True)
+
+
+def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    mirror = Mock()
+    checkpoint = opened(tmp_path, mirror=mirror)
+    lease = checkpoint.lease
+    lease.check()
+    assert mirror.check.call_args.args == (True, lease.stopping)
+    run(checkpoint, 2)
+    lease.check()
+    assert mirror.check.call_args.args == (False, lease.stopping)
+    mirror.check.side_effect = Fenced("Another process owns the mirror")
+    with pytest.raises(Fenced, match="owns the mirror"):
+        lease.check()
+    newer = opened(tmp_path)
+    asked = mirror.check.call_count
+    with pytest.raises(Fenced, match="start number 2"):
+        lease.check()
+    assert mirror.check.call_count == asked
+    checkpoint.close()
+    assert lease.stopping.is_set()
+    newer.close()
 
 
 READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_recent", "read_finished", "sum_commits"]

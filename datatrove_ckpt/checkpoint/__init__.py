@@ -1,12 +1,13 @@
 """The checkpoint of one rank: local files that tell, after a crash at any instant, what is done.
 
 Everything that is written to a rank's folder, or recovered from it, is here. This room knows no HTTP, no event loop and
-no datatrove. Start reading at ``open_checkpoint`` (how a checkpoint is opened, and what the event loop calls), then
+no datatrove. Start reading at ``open_checkpoint`` (how a rank is taken, and what the event loop calls), then
 ``rank_files`` (what the storage thread does) and ``ledger`` (what others read). ``layout`` has the names of the files.
 
 Recovery on one page:
 
 - A rank's folder has one owner at a time (``files.Lock``, ``identity.Fence``) and belongs to one run (``identity``).
+  The owner holds a ``RankLease`` (``lease``), which whatever publishes is made with, and checks.
 - A finished document is a line in its chunk's journal (``journal``). An answer is a row in the request cache until the
   chunk of its document is committed (``request_cache``). One thread writes both, in one order (``storage``).
 - When the journal holds every document of a chunk (``chunks``), the output is written from the journal, in input order,

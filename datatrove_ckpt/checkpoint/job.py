@@ -96,7 +96,7 @@ Counts: TypeAlias = Callable[[Change], bool]
 
 @contextmanager
 def join_job(
-    root: Path, rank: int, identity: RunIdentity, accept_changes: bool, check_output: Callable[[], None] = lambda: None
+    root: Path, rank: int, identity: RunIdentity, accept_changes: bool, check_output: Callable[[], None]
 ) -> Iterator[None]:
     """Compares a rank that starts with the other ranks of its job. Inside the block, the rank writes ``run.json``.
 

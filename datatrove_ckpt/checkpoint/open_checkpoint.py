@@ -17,7 +17,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, PositionGetter, no_position
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, read_commits
+from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
@@ -40,10 +40,11 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     retry_number,
 )
+from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement
-from datatrove_ckpt.checkpoint.publishing import Publisher, WriteChunk
+from datatrove_ckpt.checkpoint.placement import DiskRoom
+from datatrove_ckpt.checkpoint.publishing import Output, Publisher
 from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
@@ -61,10 +62,18 @@ _COPIES = 4
 class OpenCheckpoint:
     """One rank's checkpoint, open. ``admit`` each document in input order, ``finish`` it, and ``close`` at the end.
 
-    Methods belong to the event loop's thread, except those below "any thread". Made by ``CheckpointManager.open``.
+    Methods belong to the event loop's thread, except those below "any thread".
+
+    Args:
+        lease: what ``settings.take`` has returned.
+        output: made with the lease.
     """
 
-    def __init__(self, settings: CheckpointManager, lock: files.Lock, rank_files: RankFiles) -> None:
+    def __init__(self, settings: CheckpointManager, lease: RankLease, output: Output) -> None:
+        rank_files = lease.files
+        self.lease = lease
+        self.has_locks = lease.lock.works
+        """False: the file system has no locks, and only the fence keeps two processes apart."""
         self.resumed = point = rank_files.point
         self.counts = rank_files.counts
         """What all attempts of the rank committed. The storage thread adds to it."""
@@ -76,19 +85,15 @@ class OpenCheckpoint:
         """What went wrong in the publisher's or the mirror's thread; after ``close``, in any thread."""
         self.on_change: Callable[[], None] = lambda: None
         """Called in other threads after progress and failure. Must return at once."""
-        self.on_close: Callable[[], None] = lambda: None
-        """Called by ``close``, before it waits for the publication that is under way."""
         self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
         """Called by ``close``, once nothing more is committed: the end of the attempt, for the history."""
         self._folder = folder = settings.folder
-        self._lock = lock
         self._files = rank_files  # used in the storage thread only, but for its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files, lambda: self.on_change())
-        self._placement = settings.placement
-        self._mirror = settings.mirror
-        publish = settings.write_chunk, self._placement, rank_files.fence, self._may_publish
-        self._publisher = Publisher(*publish, self._commit, self.fail, settings.shutdown)
+        self._output = output
+        self._placed_later = settings.placed_later
+        self._publisher = Publisher(output, lease, self._commit, self.fail, settings.shutdown)
         self._room = DiskRoom(folder)
         self._complete = 0
         self._records_per_chunk = settings.records_per_chunk
@@ -96,8 +101,8 @@ class OpenCheckpoint:
         self._closing = threading.Lock()
         self._closed = False
         self._storage.start()
-        if self._mirror is not None:
-            self._mirror.start(self)
+        if lease.mirror is not None:
+            lease.mirror.start(self)
 
     def close(self, completed: bool = False) -> None:
         """Writes what was handed over and releases the rank. ``completed``: every document of the input is committed.
@@ -111,18 +116,18 @@ class OpenCheckpoint:
                 self._close(completed)
 
     def _close(self, completed: bool) -> None:
-        self.on_close()
+        self._output.stop()
         self._publisher.stop()
         self.note(*self.last_records(completed))
         self._storage.stop()
         self.error = self.error or self._storage.error
-        if self._mirror is not None:
-            self._mirror.stop(completed and self.error is None)
+        if self.lease.mirror is not None:
+            self.lease.mirror.stop(completed and self.error is None)
         completed = completed and self.error is None
         try:
             self._files.close(completed)
         finally:
-            self._lock.release(remove=completed)
+            self.lease.lock.release(remove=completed)
         if completed:
             files.disk.sync_dir(self._folder)  # that the rank is finished survives power loss, too
 
@@ -176,30 +181,13 @@ class OpenCheckpoint:
 
     def hurry(self) -> None:
         """Puts in place what is published, without waiting for more. Called before the rank ends early."""
-        self._placement.hurry()
+        self._output.placement.hurry()
 
     def _publish(self, chunk: Chunk) -> None:
         self._complete += 1
         self._storage.call(lambda: self._publisher.submit(chunk, self._files.synced_journal(chunk)))
 
     # state -------------------------------------------------------------------------------------------------------
-
-    @property
-    def has_locks(self) -> bool:
-        """False: the file system has no locks, and only the fence keeps two processes apart."""
-        return self._lock.works
-
-    def read_commits(self, path: Path) -> dict[int, Commit]:
-        """``read_commits``, without a look into the rank's own file: only where there are no locks, others write to it.
-
-        Any thread may call it.
-        """
-        is_known = path == self._folder / COMMITS and self.has_locks
-        return dict(self._files.log.commits) if is_known else read_commits(path)
-
-    def check_owner(self) -> None:
-        """See ``Publisher.check``."""
-        self._publisher.check()
 
     @property
     def seconds(self) -> Seconds:
@@ -214,7 +202,7 @@ class OpenCheckpoint:
     @property
     def publishing_behind(self) -> bool:
         """Too many chunks wait to be published. Admit nothing; documents in progress may continue."""
-        if self._placement.is_later:
+        if self._placed_later:
             # What the documents in work may still write, if they are as large as those before, and the staged chunk.
             mean = self._finished_bytes / max(1, self._finished)
             in_work = mean * (self._admitted - self._finished)
@@ -272,19 +260,15 @@ class OpenCheckpoint:
         """
         return self._storage.ask(partial(self._files.snapshot, since))
 
-    def _may_publish(self, stopping: threading.Event) -> None:
-        if self._mirror is not None:
-            self._mirror.check(not self._files.log.commits, stopping)
-
     def _commit(self, chunk: Chunk) -> None:
         self._storage.call(partial(self._files.commit, chunk))
 
 
-# how it is opened -----------------------------------------------------------------------------------------------------
+# how a rank is taken --------------------------------------------------------------------------------------------------
 
-# CheckpointManager: the settings of one rank's checkpoint, and how it is opened.
+# CheckpointManager: the settings of one rank's checkpoint, and how this process takes the rank.
 #
-# Opening takes the lock, compares the identity with what this rank and its job have, takes the fence and recovers, in
+# ``take`` takes the lock, compares the identity with what this rank and its job have, takes the fence and recovers, in
 # this order. Whatever fails on the way is undone, so a refused process leaves the rank to its owner, and a finished
 # rank finished.
 
@@ -296,16 +280,16 @@ class CheckpointManager:
     Args:
         root: ``checkpoints_local_dir``.
         identity: what makes two runs the same run, as plain JSON.
-        write_chunk: steps 2 and 3 of a commit, called in the publisher thread.
-        placement: puts the files that were written in place, if ``write_chunk`` does not do that itself.
+        before_first: called before the first start of a rank; an error of it refuses the rank.
+        before_move: called before the first start of a job with another output folder; likewise.
+        placed_later: output is in place long after it is written, so only the room on the disk limits how many chunks
+            wait for that.
         sync_seconds: how many seconds of answers a power loss may cost.
         retry_errors: forget cached permanent errors.
         keep_answers: write the answers of committed documents to a file, instead of deleting them.
         accept_changes: continue with another identity, and record that.
         mirror: keeps a copy elsewhere.
-        before_first: called before the first start of a rank; an error of it refuses the rank.
-        before_move: called before the first start of a job with another output folder; likewise.
-        old_answers: opens the answers of an old run; likewise.
+        old_answers: opens the answers of an old run; an error of it refuses the rank.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
 
@@ -313,15 +297,14 @@ class CheckpointManager:
     rank: int
     records_per_chunk: int
     identity: RunIdentity
-    write_chunk: WriteChunk
-    placement: Placement = field(default_factory=Placement)
+    before_first: Callable[[], None]
+    before_move: Callable[[], None]
+    placed_later: bool = False
     sync_seconds: SecondsOrAuto = 1.0
     retry_errors: bool = False
     keep_answers: bool = False
     accept_changes: bool = False
     mirror: Mirror | None = None
-    before_first: Callable[[], None] = lambda: None
-    before_move: Callable[[], None] = lambda: None
     old_answers: Callable[[], RequestCache | None] = lambda: None
     shutdown: Shutdown = field(default_factory=Shutdown)
 
@@ -329,8 +312,8 @@ class CheckpointManager:
     def folder(self) -> Path:
         return rank_folder(self.root, self.rank)
 
-    def open(self) -> OpenCheckpoint:
-        """Takes the lock, checks the identity, recovers, and starts the threads.
+    def take(self) -> RankLease:
+        """Takes the lock, checks the identity, takes the fence, and recovers.
 
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
@@ -372,7 +355,7 @@ class CheckpointManager:
             rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point, old)
             rank_files.start_history()
             undo.pop_all()
-        return OpenCheckpoint(self, lock, rank_files)
+        return RankLease(lock, rank_files, self.mirror)
 
     def _take_over(
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
@@ -385,7 +368,7 @@ class CheckpointManager:
         if lock.works and not claim.is_first:
             # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
             cache = self._open_cache(undo)
-            if self.placement.is_later:
+            if self.placed_later:
                 # On a full disk run.json needs their room. They are made again from the journals, which stay.
                 files.disk.remove_tree(self.folder / STAGING)
             return claim.take(commits), cache

@@ -32,12 +32,10 @@ class WaitingChunk:
     """A chunk whose files are written, and not in place yet.
 
     Attributes:
-        check: raises Fenced if another process has taken the rank over. To be called before its files are put in place.
         done: to be called once they are in place, in any thread.
         failed: to be called with the error if they cannot be, in any thread.
     """
 
-    check: Callable[[], None]
     done: Callable[[], None]
     failed: Callable[[BaseException], None]
 
@@ -45,15 +43,15 @@ class WaitingChunk:
 class Placement:
     """Puts the files of published chunks in place: here they are already. The base of those that do it later."""
 
-    is_later = False
-    """Chunks may wait for long, so only the room on the disk limits how many do."""
-
     def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
         """Takes a chunk that was written. Called in the publisher's thread."""
         waiting.done()
 
     def hurry(self) -> None:
         """Nothing is gained by waiting from now on: the rank has no more chunks, or will end soon. Returns at once."""
+
+    def stop(self) -> None:
+        """Puts nothing in place any more."""
 
 
 class DiskRoom:

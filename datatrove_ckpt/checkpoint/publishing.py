@@ -13,12 +13,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol
 
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished, Took
+from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -29,8 +29,21 @@ _COUNTED_AT_ONCE = 1000
 # How long ``stop`` waits for a publication once the rank was asked to stop: the publication may be an upload.
 _DRAIN_SECONDS = 1.0
 
-WriteChunk: TypeAlias = Callable[[int, Iterable[Finished]], list[OutputFile]]
-"""Writes and publishes the output of one chunk from its written documents (steps 2 and 3). It may read them again."""
+
+class Output(Protocol):
+    """Turns the chunks of a rank into output files. See ``ChunkOutput``.
+
+    Attributes:
+        placement: puts the files that were written in place, if ``write_chunk`` does not do that itself.
+    """
+
+    placement: Placement
+
+    def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
+        """Writes and publishes a chunk from its written documents (steps 2 and 3), which may be read again."""
+
+    def stop(self) -> None:
+        """Ends the wait for the publication that is under way."""
 
 
 @dataclass(eq=False)
@@ -38,23 +51,18 @@ class Publisher:
     """Publishes what is submitted, in order, in its own thread.
 
     Args:
-        placement: puts the published files in place.
-        may_publish: called before that with an event that is set once the rank ends. Raises what forbids it.
         on_published: called with each chunk whose files are in place, in this thread or in one of ``placement``.
         on_failure: called likewise with the error, after which nothing more is published.
     """
 
-    write_chunk: WriteChunk
-    placement: Placement
-    fence: Fence
-    may_publish: Callable[[threading.Event], None]
+    output: Output
+    lease: RankLease
     on_published: Callable[[Chunk], None]
     on_failure: Callable[[BaseException], None]
     shutdown: Shutdown
 
     def __post_init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stopping = threading.Event()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="datatrove-ckpt publisher", daemon=True).start()
 
@@ -64,11 +72,11 @@ class Publisher:
 
     def no_more(self) -> None:
         """Every chunk of the input is submitted."""
-        self._queue.put(self.placement.hurry)
+        self._queue.put(self.output.placement.hurry)
 
     def stop(self) -> None:
         """Ends the thread. The next attempt publishes what is not published yet."""
-        self._stopping.set()
+        self.lease.stopping.set()
         self._queue.put(None)
         # A publication that is left running does no harm: it ends with this process, or without its commit.
         self.shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
@@ -77,7 +85,7 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            while (step := self._queue.get()) is not None and not self._stopping.is_set():
+            while (step := self._queue.get()) is not None and not self.lease.stopping.is_set():
                 step()
         except Stopping:
             return
@@ -87,23 +95,18 @@ class Publisher:
             self._ended.put(True)
 
     def _fail(self, error: BaseException) -> None:
-        self.on_failure(self.fence.explain(error))
+        self.on_failure(self.lease.files.fence.explain(error))
 
     def _publish(self, chunk: Chunk, journal: ChunkJournal) -> None:
         # Closed at once, also on failure: the traceback would otherwise keep the journal open.
-        with closing(_WrittenDocuments(chunk, journal, self._stopping, self.check)) as documents:
-            chunk.files = self.write_chunk(chunk.index, documents)
+        with closing(_WrittenDocuments(chunk, journal, self.lease)) as documents:
+            chunk.files = self.output.write_chunk(chunk.index, documents)
         if chunk.counts.read != chunk.read:
             raise CheckpointCorrupt(
                 f"The journal {journal.path} holds {chunk.counts.read} documents instead of {chunk.read}; its output "
                 "is not committed."
             )
-        self.placement.wait(chunk.index, WaitingChunk(self.check, partial(self.on_published, chunk), self._fail))
-
-    def check(self) -> None:
-        """Raises what forbids to publish now, above all that another process has taken the rank over. In any thread."""
-        self.fence.check(thorough=True)
-        self.may_publish(self._stopping)
+        self.output.placement.wait(chunk.index, WaitingChunk(partial(self.on_published, chunk), self._fail))
 
 
 @dataclass(eq=False)
@@ -115,8 +118,7 @@ class _WrittenDocuments:
 
     chunk: Chunk
     journal: ChunkJournal
-    stopping: threading.Event
-    check: Callable[[], None]
+    lease: RankLease
     _pass: Generator[Finished, None, None] | None = None
 
     def __iter__(self) -> Iterator[Finished]:
@@ -138,7 +140,7 @@ class _WrittenDocuments:
                 took.append(finished.took)
                 if len(took) == _COUNTED_AT_ONCE:
                     self._count(took)
-                if self.stopping.is_set():
+                if self.lease.stopping.is_set():
                     raise Stopping
                 if finished.outcome == "dead":
                     chunk.dead_letters += finished.document + b"\n"
@@ -146,7 +148,7 @@ class _WrittenDocuments:
                     yield finished
         self._count(took)
         # The last moment before the caller publishes.
-        self.check()
+        self.lease.check()
 
     def _count(self, took: list[Took]) -> None:
         self.chunk.counts.count(took)

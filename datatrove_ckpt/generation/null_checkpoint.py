@@ -16,7 +16,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -44,10 +44,7 @@ class NullCheckpoint:
         self.work = WorkStats()
         self.clock = RankClock()
         self.on_change: Callable[[], None] = lambda: None
-        self.on_close: Callable[[], None] = lambda: None
         self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
-        self.read_commits = read_commits
-        self.check_owner: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
         if not writer.output_folder.is_local():
             files = writer.output_mg

@@ -22,7 +22,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharded
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
-from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
@@ -47,6 +47,7 @@ from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import prepare_arrow
 from datatrove_ckpt.output.writers import check_rank_in_template, check_writable, writes_media
 from datatrove_ckpt.process import event_loop
@@ -105,9 +106,8 @@ class _Run:
         check_monitoring(step.monitoring)
         if step.checkpoints_local_dir is None:
             refuse_strangers_without_checkpoint(step.output_writer, rank)
-            shutdown = self.preemption.shutdown
-            without = partial(NullCheckpoint, step.output_writer, rank, step.records_per_chunk, shutdown)
-            self._process(self.data, rank, without, None)
+            without = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, self.preemption.shutdown)
+            self._process(self.data, rank, without, RankNumbers(rank))
             return
         refuse_resharded(step.checkpoints_root)
         if step.retry_dead_letters:
@@ -115,7 +115,7 @@ class _Run:
             return
         with naming_mirror(step):
             restore_from_mirror(step, rank, self.preemption)
-            self._process(self.data, rank, *self._checkpoint(step.checkpoints_root, rank))
+            self._take(self.data, rank, step.checkpoints_root)
 
     def _retry(self, rank: int) -> None:
         step = self.step
@@ -125,14 +125,45 @@ class _Run:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             RankNumbers(rank, step.checkpoints_root).fill(step.stats)
             return
-        self._process(retry.documents(), rank, *self._checkpoint(retry.root, rank, retry.prefix))
+        self._take(retry.documents(), rank, retry.root, retry.prefix)
+
+    def _take(self, data: Iterable[Document], rank: int, root: Path, prefix: str = "") -> None:
+        """Takes the rank, and then makes what publishes its output: see ``RankLease``."""
+        step, preemption = self.step, self.preemption
+        folder, identity = rank_folder(root, rank), step.identity(self.world_size)
+        check = OutputCheck(step.output_writer, step.checkpoints_root, step.checkpoints_remote_dir, run=identity.digest)
+        output_folder = OutputFolder(check, rank, folder, prefix)
+        interruptible = preemption.interruptible()
+        manager = CheckpointManager(
+            root,
+            rank,
+            step.records_per_chunk,
+            identity,
+            interruptible(output_folder.refuse_existing),
+            interruptible(output_folder.check_moved),
+            placed_later=output_folder.hub is not None,
+            sync_seconds=step.sync_seconds,
+            retry_errors=step.retry_errors,
+            keep_answers=step.keep_answers,
+            accept_changes=step.accept_changes,
+            mirror=open_mirror(step, folder, rank, identity, preemption),
+            old_answers=interruptible(partial(open_old, step, rank, identity)),
+            shutdown=preemption.shutdown,
+        )
+        numbers = RankNumbers(rank, step.checkpoints_root, folder)
+        lease = manager.take()
+        output = ChunkOutput(output_folder, lease, step.hub_pace)
+        self._process(data, rank, OpenCheckpoint(manager, lease, output), numbers, output)
 
     def _process(
-        self, data: Iterable[Document], rank: int, open_checkpoint: Callable[[], Checkpoint], output: ChunkOutput | None
+        self,
+        data: Iterable[Document],
+        rank: int,
+        checkpoint: Checkpoint,
+        numbers: RankNumbers,
+        output: ChunkOutput | None = None,
     ) -> None:
         step, preemption = self.step, self.preemption
-        numbers = RankNumbers(rank) if output is None else RankNumbers(rank, output.checkpoints, output.folder)
-        checkpoint = open_checkpoint()
         shutdown, completed = preemption.shutdown, False
         progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
         say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
@@ -140,8 +171,6 @@ class _Run:
         try:
             say.started()
             if output is not None:
-                checkpoint.on_close = output.stop
-                output.read_commits, output.check_owner = checkpoint.read_commits, checkpoint.check_owner
                 with preemption.interruptible():
                     output.prepare()
             shutdown.check()
@@ -168,31 +197,6 @@ class _Run:
         if output is not None:
             output.finish()
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
-
-    def _checkpoint(self, root: Path, rank: int, prefix: str = "") -> tuple[Callable[[], Checkpoint], ChunkOutput]:
-        step, preemption = self.step, self.preemption
-        folder, identity = rank_folder(root, rank), step.identity(self.world_size)
-        mirror = step.checkpoints_remote_dir
-        places = step.checkpoints_root, mirror, identity.digest
-        output = ChunkOutput(step.output_writer, rank, folder, *places, prefix, step.hub_pace)
-        manager = CheckpointManager(
-            root,
-            rank,
-            step.records_per_chunk,
-            identity,
-            output.write_chunk,
-            placement=output.placement,
-            sync_seconds=step.sync_seconds,
-            retry_errors=step.retry_errors,
-            keep_answers=step.keep_answers,
-            accept_changes=step.accept_changes,
-            mirror=open_mirror(step, folder, rank, identity, preemption),
-            before_first=preemption.interruptible()(output.refuse_existing),
-            before_move=preemption.interruptible()(output.check_moved),
-            old_answers=preemption.interruptible()(partial(open_old, step, rank, identity)),
-            shutdown=preemption.shutdown,
-        )
-        return manager.open, output
 
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames

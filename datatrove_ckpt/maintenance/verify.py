@@ -55,7 +55,7 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubUploads, looks_for
+from datatrove_ckpt.output.hub_commits import HubReads, looks_for
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
 from datatrove_ckpt.output.stoppable import StoppableCalls
@@ -443,12 +443,12 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
         with file_system_call():
             if report.hub is not None:
                 # A folder there exists with its first file, and may be listed as it was a moment ago.
-                found, uploads = FoundFiles({}), HubUploads(report.hub, StoppableCalls())
-                found.show(uploads.looked("cannot be listed", report.hub.files))
+                found, reads = FoundFiles({}), HubReads(report.hub, StoppableCalls())
+                found.show(reads.looked("cannot be listed", report.hub.files))
                 for path, listed in found.hub_files.items():
                     found.note(path, listed.size, listed.stamp, committed.get(path))
                 files = (file for chunk in report.chunks for file in chunk.files)
-                uploads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
+                reads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
                 there = bool(found.sizes)
             else:
                 folder.invalidate_cache()

@@ -1,6 +1,7 @@
 """Writes a finished chunk as output files: through any datatrove ``DiskWriter``, staged, then published in one step.
 
     chunk_output.py    ChunkOutput: one chunk's documents -> staged files -> published files; start reading here
+    output_folder.py   OutputFolder: what a rank looks at in its output folder, before it is taken and later
     writers.py         a writer of the user: what is refused, whether it can write a document, without deep copies
     parquet.py         the Parquet files of a chunk: datatrove's settings and names, our batches
     formats.py         the formats whose files can be read again
@@ -9,7 +10,7 @@
     hub.py             a folder on the Hugging Face hub, what lies there, and whether a job may write there
     hub_commits.py     uploads to the hub, and few commits for many files, in a thread of its own
     hub_writers.py     datatrove's writers for the hub, without their own uploads
-    stoppable.py       calls that a rank which stops leaves behind
+    stoppable.py       calls that a rank which stops leaves behind, and calls to a storage with retries
     names.py           file names: filled in from documents, checked, and recognised in a listing
     committed.py       lists an output folder, and compares it with what the commits of a checkpoint name
     folders.py         folders that must differ: output, checkpoint, input, other steps' output

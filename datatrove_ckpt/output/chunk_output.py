@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from datatrove.data import Document
@@ -20,10 +19,10 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.layout import rank_numbers
+from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import (
     OWN_SCHEMA_ADVICE,
@@ -38,23 +37,14 @@ from datatrove_ckpt.output.arrow_types import (
     read_schema,
     warning,
 )
-from datatrove_ckpt.output.committed import (
-    CommittedFile,
-    FoundFiles,
-    OutputCheck,
-    RankCommits,
-    committed_files,
-    other_content,
-    published_names,
-)
+from datatrove_ckpt.output.committed import CommittedFile, FoundFiles, RankCommits, other_content, published_names
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.formats import PARQUET
-from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
+from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import Inspect, write_in_batches
-from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import StagedChunk, make_target
 from datatrove_ckpt.output.writers import decode_for, write_for
 
@@ -66,73 +56,23 @@ class ChunkOutput:
     """Writes the chunks of one rank, one after the other.
 
     Args:
-        writer: the user's writer. It is copied for each chunk, and never opened itself.
-        rank: the rank, for the writer's filename template.
-        scratch: the folder below which files for a remote output folder are staged.
-        checkpoints: ``checkpoints_local_dir``, below which ``scratch`` is.
-        mirror: ``checkpoints_remote_dir``.
-        run: the hash of the run's identity.
-        prefix: stands before the chunk index in file names.
+        folder: the rank's output folder. Its writer is copied for each chunk, and never opened itself.
+        lease: knows the rank's commits. The target checks it before a further attempt to upload or to commit.
         pace: when files that are uploaded to the hub are committed.
     """
 
-    def __init__(
-        self,
-        writer: DiskWriter,
-        rank: int,
-        scratch: Path,
-        checkpoints: Path,
-        mirror: str | None = None,
-        run: str | None = None,
-        prefix: str = "",
-        pace: CommitPace = CommitPace(),  # noqa: B008 - it cannot change
-    ) -> None:
-        self.folder, self.checkpoints = scratch, checkpoints
-        self.names = FileNames(writer, rank, prefix, checkpoints)
-        self._check = OutputCheck(writer, checkpoints, mirror, run=run)
-        self._retry = scratch.parent.name if prefix else ""
+    def __init__(self, folder: OutputFolder, lease: RankLease, pace: CommitPace) -> None:
+        self.names = folder.names
+        self._folder = folder
+        self._check = folder.check
+        self._lease = lease
+        self._rank = folder.rank
+        self._writing = ChunkWriting(folder.writer, folder.rank, folder.names)
         self._taken: dict[str, tuple[str, int]] = {}
-        self._writer = writer
-        self._rank = rank
-        self._writing = ChunkWriting(writer, rank, self.names)
-        self._asked = False
-        self._is_first = False
         self._has_published = False
-        self._calls = StoppableCalls()
-        self._target = make_target(writer.output_folder, scratch, rank, pace)
+        self._target = make_target(folder, lease, pace)
         self.placement = self._target.placement
         """Puts the files of written chunks in place."""
-        self.read_commits = read_commits
-        """That of the rank's checkpoint, once it is open."""
-        self.check_owner: Callable[[], None] = lambda: None
-        """The same. Who reads a chunk's documents to their end calls it, too."""
-
-    def refuse_existing(self) -> None:
-        """Call it before the first start of a rank.
-
-        Raises:
-            OutputMismatch: the folder holds files that this rank would write, or belongs to another run.
-        """
-        self._check_access()
-        commits, found = self._look()
-        self._check.refuse_existing(commits, found, self._retry)
-        self._claim()
-        self._is_first = True
-
-    def check_moved(self) -> None:
-        """Call it before the first start of a job with another output folder. Compares names and sizes.
-
-        Raises:
-            OutputMismatch: committed files of some rank are not in this folder, or it belongs to another run.
-        """
-        root = self._check.root
-        commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
-        if committed := self._check.by_name(commits):
-            list_files = partial(self._check.look, committed, contents=False)
-            found = self._target.call("cannot be listed", list_files)
-            for rank_commits in commits:
-                self._target.settle(rank_commits, found)
-            self._check.refuse_lost(committed, found)
 
     def check_complete(self) -> None:
         """Call it when all chunks are committed.
@@ -141,29 +81,17 @@ class ChunkOutput:
             OutputMismatch: committed files are missing or changed, files are there that no commit names, or the folder
                 belongs to another run.
         """
-        commits, found = self._look()
-        self._check.refuse_lost(self._check.by_name([commits]), found)
-        self._check.refuse_unknown(commits, found)
-
-    def _claim(self) -> None:
-        claim = partial(self._check.owner.claim, self._check.is_unused)
-        self._target.call("cannot be claimed for this run", claim)
-
-    def _check_access(self) -> None:
-        """Once, and before the folder is listed: a listing does not tell what is missing."""
-        if not self._asked and (hub := HubFolder.of(self._writer.output_folder)) is not None:
-            committed = partial(committed_files, self._writer, self.checkpoints)
-            check_access(hub, private_if_made(self._writer), self._calls, committed=committed)
-        self._asked = True
+        self._check.refuse_unknown(*self._look())
 
     def _commits(self) -> RankCommits:
-        return RankCommits(self._check.root, self._rank, read=self.read_commits)
+        return RankCommits(self._check.root, self._rank, read=self._lease.read_commits)
 
     def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
+        """Lists the folder, and refuses it if committed files are missing or changed."""
         commits = self._commits()
-        committed = self._check.by_name([commits])
-        found = self._target.call("cannot be listed", partial(self._check.look, committed, self._rank, others))
+        found = self._folder.look(commits, others)
         self._target.settle(commits, found)
+        self._check.refuse_lost(self._check.by_name([commits]), found)
         return commits, found
 
     def prepare(self) -> None:
@@ -175,24 +103,24 @@ class ChunkOutput:
             StorageFailed, OutputFailed: the output folder cannot be written to. It is checked here, before the first
                 request is paid for.
         """
-        self._check_access()
-        self._intents = Intents(self.folder)
+        is_first = self._folder.is_first
+        if not is_first:
+            self._folder.check_access()
+        self._intents = Intents(self._folder.scratch)
         # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
-        is_elsewhere = HubFolder.of(self._writer.output_folder) is None
-        others = not self._is_first and (is_elsewhere or not self._intents.is_kept)
+        is_elsewhere = self._folder.hub is None
+        others = not is_first and (is_elsewhere or not self._intents.is_kept)
         if others or self._commits().files:
             commits, found = self._look(others)
-            self._check.refuse_lost(self._check.by_name([commits]), found)
             if others:
                 self._refuse_strangers(commits, found)
             self._writing.resume(commits.files)
             if self.names.fields:  # otherwise the chunk index alone keeps names apart
                 self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
-        if not self._is_first:
-            self._claim()
+        if not is_first:
+            self._folder.claim()
         if not self._intents.is_kept:
             self._intents.add({})
-        self._target.check_owner = self.check_owner
         self._target.prepare()
         files.disk.remove_tree(self._target.staging.parent)
         for folder in (self._target.staging.parent, self._target.staging):
@@ -203,24 +131,22 @@ class ChunkOutput:
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return
-        names = {name for root, name in uncommitted if root == self._retry}
+        names = {name for root, name in uncommitted if root == self._folder.retry}
         if not self._intents.is_kept:
             self._check.refuse_strangers(commits, found)
             # All in one write: a crash between two of them would make strangers of the rest.
             self._intents.add({name: self._target.hash_of(name) for name in names})
             return
-        others = [name for name in names & self._intents.names if not self._is_intended(name)]
+        intended = names & self._intents.names
+        others = [name for name in intended if self._target.hash_of(name) not in self._intents.hashes(name)]
         if others:
             raise other_content(self._check.where, sorted(others))
         self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
 
-    def _is_intended(self, name: str) -> bool:
-        return self._target.hash_of(name) in self._intents.hashes(name)
-
     def stop(self) -> None:
         """Ends the wait for uploads and commits under way. The next process publishes those chunks again."""
-        self._calls.stop()
-        self._target.stop()
+        self._folder.calls.stop()
+        self.placement.stop()
 
     def finish(self) -> None:
         """Removes the staging folder. Nothing may be staged after that."""
@@ -237,12 +163,12 @@ class ChunkOutput:
         """
         staging = self._target.staging / f"chunk_{chunk_index:05d}"
         files.disk.remove_tree(staging)
-        staged = StagedFiles(staging, self._writer.output_mg)
+        staged = StagedFiles(staging, self._folder.writer.output_mg)
         try:
             self._writing.write(staged, chunk_index, documents)
             self._refuse_taken(chunk_index, staged.finished)
             if not self._has_published:
-                self._claim()
+                self._folder.claim()
                 self._has_published = True
             return self._target.publish(StagedChunk(chunk_index, staging, staged.finished), self._intents)
         except OutputMismatch:
@@ -254,7 +180,7 @@ class ChunkOutput:
     def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:
         if not self.names.fields:
             return
-        mine = (self._retry, chunk_index)
+        mine = (self._folder.retry, chunk_index)
         for name in names:
             owner = self._taken.setdefault(plain(name), mine)
             if owner != mine:

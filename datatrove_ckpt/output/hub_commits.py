@@ -34,6 +34,7 @@ from loguru import logger
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.layout import COMMITS
+from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import duration, plural, ranges
@@ -109,14 +110,81 @@ class UploadedFile:
         return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-class HubUploads:
-    """Uploads to one folder, and commits there."""
+class HubReads:
+    """Reads from one folder, and waits for a hub that does not answer."""
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
         self.folder = folder
-        self.check_owner: Callable[[], None] = lambda: None
-        """See ``Target``."""
-        self._calls = calls
+        self.calls = calls
+
+    def looked(self, what: str, call: Callable[[], T], patience_seconds: float | None = None) -> T:
+        """Calls until it works, before or after generation.
+
+        Args:
+            patience_seconds: how long it may fail, and how long one call may take; None: five minutes.
+
+        Raises:
+            OutputFailed: it cannot work, or has failed for that long.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        policy = retrying.HUB_LOOK
+        if patience_seconds is not None:
+            policy = replace(policy, patience=patience_seconds)
+        return self._retried(what, call, policy.patience, policy)
+
+    def _retried(
+        self,
+        what: str,
+        call: Callable[[], T],
+        at_most_seconds: float,
+        policy: RetryPolicy,
+        sleep: Callable[[float], None] | None = None,
+    ) -> T:
+        """``at_most_seconds``: for one call."""
+        run = partial(self.calls.run, call, at_most_seconds)
+        meanwhile = GENERATION_GOES_ON if policy is retrying.HUB else ""
+        try:
+            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self.calls.sleep)
+        except OSError as error:
+            raise given_up(self.folder, what, error) from error
+
+    def look_again(self, found: FoundFiles, files: Iterable[OutputFile], looks: Iterable[float] | None = None) -> None:
+        """Adds to a listing what the hub shows now of those files that it seemed to lack, or to have changed.
+
+        Args:
+            looks: seconds before each further look; None: ``LAG_LOOKS``.
+
+        Raises:
+            OutputFailed: the hub cannot be asked.
+            Stopping: ``stop`` was called meanwhile.
+        """
+        for seconds in LAG_LOOKS if looks is None else looks:
+            files = [file for file in files if not found.is_right(file)]
+            if not files:
+                return
+            self.calls.sleep(seconds)
+            names = [plain(file.path) for file in files]
+            found.show(self.looked("cannot be listed", partial(self._newest, names)))
+
+    def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
+        """Those of the files that exist in the branch's newest commit, which a branch's name may lag behind."""
+        folder = self.folder
+        if folder.is_bucket:
+            return folder.look_up(names)
+        head = folder.api().repo_info(folder.repo, revision=folder.branch, repo_type=folder.kind).sha
+        return folder.look_up(names, head)
+
+
+class HubUploads(HubReads):
+    """Uploads to one folder, and commits there.
+
+    Args:
+        lease: to be checked before a commit. It is checked before each further attempt of an upload.
+    """
+
+    def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
+        super().__init__(folder, calls)
+        self.lease = lease
         self._history = History()
         self._seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
@@ -180,7 +248,7 @@ class HubUploads:
             OSError: the hub refused, or no answer came.
             Stopping: ``stop`` was called meanwhile.
         """
-        found = self._calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
+        found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
         return self._history
@@ -206,76 +274,19 @@ class HubUploads:
             Stopping: ``stop`` was called meanwhile.
         """
         folder = self.folder
-        found = self._calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
+        found = self.calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
         others = [file.name for file in files if file.name in found and not file.may_replace(found[file.name])]
         if others:
             raise other_content(folder.url, others)
         operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]
         if not operations:  # an earlier commit whose answer got lost
             return len(self._seen)
-        self._calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
+        self.calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
         return len(self._seen)
 
-    def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist in the branch's newest commit, which a branch's name may lag behind."""
-        folder = self.folder
-        if folder.is_bucket:
-            return folder.look_up(names)
-        head = folder.api().repo_info(folder.repo, revision=folder.branch, repo_type=folder.kind).sha
-        return folder.look_up(names, head)
-
-    def looked(self, what: str, call: Callable[[], T], patience_seconds: float | None = None) -> T:
-        """Calls until it works, before or after generation.
-
-        Args:
-            patience_seconds: how long it may fail, and how long one call may take; None: five minutes.
-
-        Raises:
-            OutputFailed: it cannot work, or has failed for that long.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        policy = retrying.HUB_LOOK
-        if patience_seconds is not None:
-            policy = replace(policy, patience=patience_seconds)
-        return self._retried(what, call, policy.patience, policy)
-
-    def _retried(
-        self,
-        what: str,
-        call: Callable[[], T],
-        at_most_seconds: float,
-        policy: RetryPolicy,
-        sleep: Callable[[float], None] | None = None,
-    ) -> T:
-        """``at_most_seconds``: for one call."""
-        run = partial(self._calls.run, call, at_most_seconds)
-        meanwhile = GENERATION_GOES_ON if policy is retrying.HUB else ""
-        try:
-            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self._calls.sleep)
-        except OSError as error:
-            raise given_up(self.folder, what, error) from error
-
     def _pause(self, seconds: float) -> None:
-        self._calls.sleep(seconds)
-        self.check_owner()
-
-    def look_again(self, found: FoundFiles, files: Iterable[OutputFile], looks: Iterable[float] | None = None) -> None:
-        """Adds to a listing what the hub shows now of those files that it seemed to lack, or to have changed.
-
-        Args:
-            looks: seconds before each further look; None: ``LAG_LOOKS``.
-
-        Raises:
-            OutputFailed: the hub cannot be asked.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        for seconds in LAG_LOOKS if looks is None else looks:
-            files = [file for file in files if not found.is_right(file)]
-            if not files:
-                return
-            self._calls.sleep(seconds)
-            names = [plain(file.path) for file in files]
-            found.show(self.looked("cannot be listed", partial(self._newest, names)))
+        self.calls.sleep(seconds)
+        self.lease.check()
 
 
 @dataclass
@@ -294,19 +305,16 @@ class HubCommits(Placement):
     Args:
         pace: when the rank may commit.
         rank: for the commits' messages.
-        calls: their ``stop`` ends the thread.
     """
 
-    is_later = True
-
-    def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int, calls: StoppableCalls) -> None:
+    def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int) -> None:
         self.confirmed: dict[str, int] = {}
         """Of files whose commit the hub has confirmed, by name: what ``HubUploads.commit`` has returned."""
         self._uploads = uploads
         self._pace = pace
         self._seconds = pace.seconds_of_next()
         self._rank = rank
-        self._calls = calls
+        self._calls = uploads.calls
         self._uploaded: dict[int, tuple[list[UploadedFile], Callable[[], None]]] = {}
         self._queue: list[tuple[UploadedFile, _Chunk]] = []
         """What waits for a commit, oldest first."""
@@ -345,8 +353,7 @@ class HubCommits(Placement):
             self._change.notify_all()
 
     def stop(self) -> None:
-        """Ends the thread. A commit under way may still happen; the next attempt finds it."""
-        self._calls.stop()
+        """Ends the thread, whose calls were stopped. A commit under way may still happen; the next attempt finds it."""
         with self._change:
             self._change.notify_all()
 
@@ -385,7 +392,7 @@ class HubCommits(Placement):
 
     def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
         files, chunks = [file for file, _ in batch], {chunk.index: chunk for _, chunk in batch}
-        batch[0][1].waiting.check()
+        self._uploads.lease.check()
         title = commit_title(plural(len(files), "file"), self._rank, ranges(chunks))
         try:
             history, ends = self._uploads.history(), self._hurried
@@ -431,11 +438,11 @@ def remove_files(hub: HubFolder, names: Sequence[str]) -> None:
     Raises:
         OutputFailed: they could not be removed.
     """
-    uploads = HubUploads(hub, StoppableCalls())
+    reads = HubReads(hub, StoppableCalls())
     for start in range(0, len(names), _MOST_REMOVED):
         part = names[start : start + _MOST_REMOVED]
         # Again before each attempt: the hub refuses to remove what is not there, and an answer may have got lost.
-        uploads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
+        reads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
 
 
 def _remove(hub: HubFolder, names: Sequence[str]) -> None:

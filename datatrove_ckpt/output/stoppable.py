@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
+from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.placement import Stopping
-from datatrove_ckpt.retrying import file_system_call
+from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.retrying import failure_line, file_system_call, http_status, lacks_credentials
 
 T = TypeVar("T")
 
@@ -68,3 +71,34 @@ class StoppableCalls:
                 raise Stopping
             raise TimeoutError(f"no answer within {at_most_seconds:.0f} s")
         return result.result()
+
+
+class StorageCalls(StoppableCalls):
+    """Calls to a storage, each made again while its failures pass."""
+
+    def retry(self, what: str, call: Callable[[], T], sleep: Callable[[float], None] | None = None) -> T:
+        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
+
+        Raises:
+            OutputFailed: its cause is the last error.
+        """
+        try:
+            return retrying.STORAGE.run(partial(self.run, call), what, sleep=sleep or self.sleep)
+        except OSError as error:
+            raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
+
+
+def _advice(error: BaseException) -> str:
+    """What the user can do about a failed upload."""
+    kept = "Nothing that was saved is lost: run the same command again"
+    if lacks_credentials(error):
+        return f"Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE. {kept}."
+    if isinstance(error, PermissionError) or http_status(error) in (401, 403):
+        needs = (
+            "On S3 they need s3:PutObject, s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, "
+            "s3:ListBucketMultipartUploads"
+        )
+        return f"Check the credentials, and what they allow. {needs}. {kept}."
+    if isinstance(error, FileNotFoundError) or http_status(error) == 404:
+        return f"Make the bucket, or correct output_folder (on S3 also AWS_ENDPOINT_URL). {kept}."
+    return f"Check the network and the server. {kept}."

@@ -24,7 +24,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
+from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
@@ -57,14 +58,13 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, remove_files
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import STAGING
-from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.output_folder import OutputFolder
+from datatrove_ckpt.output.stoppable import StorageCalls
 from datatrove_ckpt.retrying import (
-    RetryPolicy,
     failure_line,
     file_system_call,
     http_status,
     is_taken,
-    lacks_credentials,
     s3_code,
 )
 
@@ -87,12 +87,10 @@ class Target:
     Nothing is written over: a file that is there is replaced only if the rank's intents name its content.
     """
 
-    def __init__(self, folder: DataFolder, staging_root: Path) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path) -> None:
         self._folder = folder
         # A folder for each process: one that lost its rank to another must not touch what that one stages.
-        self.staging = staging_root / secrets.token_hex(4)
-        self.check_owner: Callable[[], None] = lambda: None
-        """Called before a further attempt to upload. Raises Fenced: another process has taken the rank over."""
+        self.staging = scratch / layout.STAGING / secrets.token_hex(4)
         self.placement = Placement()
         """Puts what was published in place."""
 
@@ -154,19 +152,8 @@ class Target:
     def finish(self) -> None:
         """Called when everything is published."""
 
-    def stop(self) -> None:
-        """Ends the wait in ``publish``."""
-
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        """Calls what looks at the folder. ``what`` starts the messages.
-
-        Raises:
-            StorageFailed, OutputFailed: it cannot be read.
-        """
-        raise NotImplementedError
-
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Corrects a listing that may show an earlier state of the folder."""
+        """Adds to a listing the files that this process has published and the folder does not show yet."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +179,9 @@ class LocalTarget(Target):
     """
 
     def __init__(self, folder: DataFolder, scratch: Path, name: str) -> None:
-        super().__init__(folder, scratch / layout.STAGING)
+        super().__init__(folder, scratch)
         self._root = Path(folder.resolve_paths("")).absolute()
         self._beside = self._root / STAGING / name
-
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        with explained("read", self._root):
-            return call()
 
     def _create(self, staged: Path, name: str) -> bool:
         final = self._root / name
@@ -268,21 +251,20 @@ class RemoteTarget(Target):
     """A remote folder, on any file system of fsspec.
 
     Args:
-        policy: None: that for storages.
+        lease: checked before a further attempt to upload.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, policy: RetryPolicy | None = None) -> None:
-        super().__init__(folder, scratch / layout.STAGING)
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StorageCalls) -> None:
+        super().__init__(folder, scratch)
+        self._lease = lease
+        self._calls = calls
         self._url = folder.resolve_paths("")
-        self._calls = StoppableCalls()
-        self._policy = policy or retrying.STORAGE
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        return self._retry(f"{self._url} {what}", call)
-
     def _create(self, staged: Path, name: str) -> bool:
-        there = self._retry(f"{self._folder.resolve_paths(name)} could not be looked up", partial(self._exists, name))
+        there = self._calls.retry(
+            f"{self._folder.resolve_paths(name)} could not be looked up", partial(self._exists, name)
+        )
         if there:
             return False
         if self._creates_once:
@@ -308,9 +290,9 @@ class RemoteTarget(Target):
         """
         size, remote = local.stat().st_size, self._folder.resolve_paths(name)
         put = partial(self._put, local, name, **options)
-        if not self._retry(f"{remote} could not be uploaded", put, self._pause):
+        if not self._calls.retry(f"{remote} could not be uploaded", put, self._pause):
             return False
-        remote_size = self._retry(f"{remote} could not be looked up", partial(self._info, name))["size"]
+        remote_size = self._calls.retry(f"{remote} could not be looked up", partial(self._info, name))["size"]
         if int(remote_size) != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
@@ -339,28 +321,14 @@ class RemoteTarget(Target):
 
     def _hash(self, name: str) -> str:
         what = f"{self._folder.resolve_paths(name)} cannot be read"
-        return self._retry(what, partial(content_hash, self._folder, name))
+        return self._calls.retry(what, partial(content_hash, self._folder, name))
 
     def _stamp(self, name: str) -> int:
-        return remote_stamp(self._retry(f"{name} could not be looked up", partial(self._info, name)))
-
-    def stop(self) -> None:
-        self._calls.stop()
+        return remote_stamp(self._calls.retry(f"{name} could not be looked up", partial(self._info, name)))
 
     def _pause(self, seconds: float) -> None:
         self._calls.sleep(seconds)
-        self.check_owner()
-
-    def _retry(self, what: str, call: Callable[[], T], sleep: Callable[[float], None] | None = None) -> T:
-        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
-
-        Raises:
-            OutputFailed: its cause is the last error.
-        """
-        try:
-            return self._policy.run(partial(self._calls.run, call), what, sleep=sleep or self._calls.sleep)
-        except OSError as error:
-            raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
+        self._lease.check()
 
 
 class S3Target(RemoteTarget):
@@ -370,8 +338,8 @@ class S3Target(RemoteTarget):
         probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, probe: str) -> None:
-        super().__init__(folder, scratch)
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StorageCalls, probe: str) -> None:
+        super().__init__(folder, scratch, lease, calls)
         self._probe = probe
 
     def prepare(self) -> None:
@@ -381,7 +349,7 @@ class S3Target(RemoteTarget):
             OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
         """
         create = partial(self._call, "create_multipart_upload", self._probe)
-        upload = self._retry(f"{self._url} cannot be written to", create)["UploadId"]
+        upload = self._calls.retry(f"{self._url} cannot be written to", create)["UploadId"]
         with self._warn_if_forbidden():
             self._abort(self._probe, upload)
         left = self.staging.parent
@@ -403,7 +371,7 @@ class S3Target(RemoteTarget):
     def _abort_open_uploads(self, names: set[str]) -> None:
         with self._warn_if_forbidden():
             what = f"{self._url}: the open uploads could not be listed"
-            found = self._retry(what, lambda: self._open_uploads(names))
+            found = self._calls.retry(what, lambda: self._open_uploads(names))
             for name, upload in found:
                 self._abort(name, upload)
             if found:
@@ -434,7 +402,7 @@ class S3Target(RemoteTarget):
                 if s3_code(error) != "NoSuchUpload":
                     raise
 
-        self._retry(f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort)
+        self._calls.retry(f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort)
 
     @contextmanager
     def _warn_if_forbidden(self) -> Iterator[None]:
@@ -442,7 +410,7 @@ class S3Target(RemoteTarget):
         try:
             yield
         except OutputFailed as error:
-            if error.__cause__ is None or self._policy.passes(error.__cause__):
+            if error.__cause__ is None or retrying.STORAGE.passes(error.__cause__):
                 raise
             logger.warning(
                 f"{self._url}: uploads that were interrupted stay open ({failure_line(error.__cause__)}). "
@@ -466,18 +434,11 @@ class HubTarget(Target):
         pace: when uploaded files are committed.
     """
 
-    def __init__(self, folder: DataFolder, hub: HubFolder, scratch: Path, rank: int, pace: CommitPace) -> None:
-        super().__init__(folder, scratch / layout.STAGING)
-        self._calls = StoppableCalls()
-        self._uploads = HubUploads(hub, self._calls)
-        self.placement = self._commits = HubCommits(self._uploads, pace, rank, self._calls)
-
-    def prepare(self) -> None:
+    def __init__(self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace) -> None:
+        super().__init__(folder.writer.output_folder, folder.scratch)
         no_bars_in_logs()
-        self._uploads.check_owner = self.check_owner
-
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        return self._uploads.looked(what, call)
+        self._uploads = HubUploads(hub, folder.calls, lease)
+        self.placement = self._commits = HubCommits(self._uploads, pace, folder.rank)
 
     def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
         """See ``Target``. A repository has no file before a commit, which refuses other content itself."""
@@ -515,8 +476,6 @@ class HubTarget(Target):
         return found[name].hash if name in found else ""
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
-        """The hub may not show yet what it has committed. It is asked again for a while; then its answer counts."""
-        self._uploads.look_again(found, commits.files)
         lost = {one.path: one for one in commits.files if not found.is_right(one)}
         if trusted := self._not_shown_yet(lost.keys() - found.sizes.keys()):
             logger.info(
@@ -536,37 +495,19 @@ class HubTarget(Target):
         history = self._uploads.looked("cannot be listed", self._uploads.history)
         return {name for name, seen in committed.items() if self._uploads.is_earlier(history, seen)}
 
-    def stop(self) -> None:
-        self._commits.stop()
 
-
-def make_target(folder: DataFolder, scratch: Path, rank: int, pace: CommitPace) -> Target:
-    """The target for a writer's output folder. ``scratch``: below it, files for a remote folder are staged."""
+def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:
+    """The target for a rank's output folder."""
+    output, scratch = folder.writer.output_folder, folder.scratch
     # Another run may write other files into the same folder. It must not remove what this one stages.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
-    if folder.is_local():
-        return LocalTarget(folder, scratch, f"{rank:05d}-{run}")
-    if (hub := HubFolder.of(folder)) is not None:
-        return HubTarget(folder, hub, scratch, rank, pace)
-    if hasattr(folder.fs, "call_s3"):
-        return S3Target(folder, scratch, f"{STAGING}/probe-{run}")
-    return RemoteTarget(folder, scratch)
-
-
-def _advice(error: BaseException) -> str:
-    """What the user can do about a failed upload."""
-    kept = "Nothing that was saved is lost: run the same command again"
-    if lacks_credentials(error):
-        return f"Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE. {kept}."
-    if isinstance(error, PermissionError) or http_status(error) in (401, 403):
-        needs = (
-            "On S3 they need s3:PutObject, s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, "
-            "s3:ListBucketMultipartUploads"
-        )
-        return f"Check the credentials, and what they allow. {needs}. {kept}."
-    if isinstance(error, FileNotFoundError) or http_status(error) == 404:
-        return f"Make the bucket, or correct output_folder (on S3 also AWS_ENDPOINT_URL). {kept}."
-    return f"Check the network and the server. {kept}."
+    if output.is_local():
+        return LocalTarget(output, scratch, f"{folder.rank:05d}-{run}")
+    if folder.hub is not None:
+        return HubTarget(folder, folder.hub, lease, pace)
+    if hasattr(output.fs, "call_s3"):
+        return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
+    return RemoteTarget(output, scratch, lease, folder.calls)
 
 
 # Removes output files; from a repository on the hub many in one commit, because commits are few.

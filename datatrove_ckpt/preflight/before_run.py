@@ -56,7 +56,7 @@ from datatrove_ckpt.output.hub import (
     private_if_made,
     repository_is_gone,
 )
-from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubUploads, looks_for
+from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubReads, looks_for
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writers import check_rank_in_template
 from datatrove_ckpt.preflight.input_checks import check_codecs, check_inputs_unchanged, note_steps
@@ -560,9 +560,9 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
             raise OutputFailed(
                 f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
             ) from error
-    uploads = HubUploads(hub, StoppableCalls())
+    reads = HubReads(hub, StoppableCalls())
     try:
-        found = uploads.looked("cannot be listed", lambda: check.look(committed), patience_seconds)
+        found = reads.looked("cannot be listed", lambda: check.look(committed), patience_seconds)
     except OutputFailed as error:
         if not is_missing_repository(error.__cause__):
             raise
@@ -571,5 +571,5 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
     files = committed.values()
     folders = {rank_folder(check.root / one.root, one.rank) for one in files if not found.is_right(one)}
-    uploads.look_again(found, files, looks_for(folders))
+    reads.look_again(found, files, looks_for(folders))
     return found

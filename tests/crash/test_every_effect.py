@@ -288,7 +288,7 @@ def prove(folder: Path, disk_type: type[CrashingDisk] = CrashingDisk, counted: t
 @pytest.mark.slow
 def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     links: list[tuple[Path, Path]] = []
-    link, append, open_ = files.Disk.link, CommitLog.append, CheckpointManager.open
+    link, append, take = files.Disk.link, CommitLog.append, CheckpointManager.take
 
     def later(self: files.Disk, source: Path, target: Path) -> bool:
         if target.parent.name != "output":
@@ -303,16 +303,16 @@ def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pyte
             files.disk.make_dir(target.parent)  # an effect between the two
             link(files.disk, source, target)
 
-    def open_empty(self: CheckpointManager) -> Any:
+    def take_empty(self: CheckpointManager) -> Any:
         links.clear()  # of an attempt that crashed
-        return open_(self)
+        return take(self)
 
     monkeypatch.setattr(files.Disk, "link", later)
     monkeypatch.setattr(LocalTarget, "_stamp", lambda self, name: 0)
     monkeypatch.setattr(LocalTarget, "_take_group", lambda self, path, folder: None)
     monkeypatch.setattr(files.Disk, "remove_tree", lambda self, path: None)
     monkeypatch.setattr(CommitLog, "append", commit_first)
-    monkeypatch.setattr(CheckpointManager, "open", open_empty)
+    monkeypatch.setattr(CheckpointManager, "take", take_empty)
     with pytest.raises((AssertionError, OutputMismatch), match="files"):
         prove(folder)
 

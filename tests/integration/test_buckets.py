@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -325,8 +326,7 @@ def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job: FakeHub
         raise Fenced("Another process has taken over")
 
     (tmp_path / "staged").write_text("content")
-    uploads = HubUploads(HubFolder.parse(f"{BUCKET}/output"), StoppableCalls())
-    uploads.check_owner = taken
+    uploads = HubUploads(HubFolder.parse(f"{BUCKET}/output"), StoppableCalls(), SimpleNamespace(check=taken))
     uploads.upload({"a": tmp_path / "staged"})
     job.fail("batch", status=409)
     with pytest.raises(Fenced):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import queue
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,12 +24,15 @@ from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, Hugg
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.errors import ConfigError, OutputFailed, OutputMismatch
+from datatrove_ckpt.checkpoint.placement import WaitingChunk
+from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import generate, scheduler
 from datatrove_ckpt.output import hub_commits
 from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
 from datatrove_ckpt.output.hub_pace import CommitPace, History
 from datatrove_ckpt.output.owner import Ownership
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
@@ -71,6 +76,21 @@ def names(number: int) -> list[str]:
 
 def committed(folder: Path) -> list[int]:
     return sorted(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
+
+
+def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub: FakeHub, tmp_path: Path) -> None:
+    taken = SimpleNamespace(check=Mock(side_effect=Fenced("Another process has taken over")))
+    (tmp_path / "staged").write_text("content")
+    uploads = HubUploads(HubFolder.parse("hf://datasets/org/data/config"), StoppableCalls(), taken)
+    commits = HubCommits(uploads, CommitPace(), 0)
+    commits.uploaded(0, uploads.upload({"a": tmp_path / "staged"}), Mock())
+    done, failures = Mock(), queue.SimpleQueue[BaseException]()
+    commits.wait(0, WaitingChunk(done, failures.put))
+    commits.hurry()
+    with pytest.raises(Fenced):
+        raise failures.get(timeout=300)
+    assert hub.commits("org/data") == []
+    assert not done.called
 
 
 def test_all_chunks_of_a_rank_are_in_one_commit(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:

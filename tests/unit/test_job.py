@@ -32,7 +32,7 @@ class Rank:
 
     def start(self, identity: RunIdentity, accept_changes: bool = False) -> None:
         claim = RunClaim(self.folder, identity, accept_changes)
-        with join_job(self.root, self.number, identity, accept_changes):
+        with join_job(self.root, self.number, identity, accept_changes, lambda: None):
             claim.take()
 
     def work(self) -> None:
@@ -69,7 +69,7 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=start_second)
     claim = RunClaim(first.folder, identity())
-    with join_job(tmp_path, 0, identity(), accept_changes=False):
+    with join_job(tmp_path, 0, identity(), False, lambda: None):
         thread.start()  # between job.json and run.json of the first
         waits.wait()
         thread.join(0.1)
@@ -82,7 +82,7 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
 
 def test_a_job_json_that_a_crash_left_refuses_nobody(tmp_path: Path) -> None:
     rank = Rank(tmp_path, 0)
-    with pytest.raises(KeyboardInterrupt), join_job(tmp_path, 0, identity(), accept_changes=False):
+    with pytest.raises(KeyboardInterrupt), join_job(tmp_path, 0, identity(), False, lambda: None):
         raise KeyboardInterrupt  # before run.json
     rank.die()
     Rank(tmp_path, 1).start(identity(tasks=4))

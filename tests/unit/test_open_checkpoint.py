@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,15 +91,20 @@ def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
     return [OutputFile(f"{index}", sum(len(finished.document) for finished in documents), "")]
 
 
-def manager(folder: Path, **changes: Any) -> CheckpointManager:
-    return CheckpointManager(
-        folder,
-        0,
-        2,
-        RunIdentity({"records_per_chunk": 2, "tasks": 1}),
-        changes.pop("write_chunk", write_chunk),
-        **changes,
-    )
+def nothing() -> None:
+    pass
+
+
+def opened(
+    folder: Path,
+    write: Callable[..., list[OutputFile]] = write_chunk,
+    placement: Placement | None = None,
+    **changes: Any,
+) -> OpenCheckpoint:
+    identity = RunIdentity({"records_per_chunk": 2, "tasks": 1})
+    settings = CheckpointManager(folder, 0, 2, identity, nothing, nothing, **changes)
+    output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
+    return OpenCheckpoint(settings, settings.take(), output)
 
 
 def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] = lambda: None) -> None:
@@ -120,14 +127,14 @@ def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] 
 
 
 def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> None:
-    checkpoint = manager(tmp_path).open()
+    checkpoint = opened(tmp_path)
     assert checkpoint.resumed.is_fresh
     slots = [checkpoint.admit(f"input {n}") for n in range(3)]
     assert [(slot.ordinal, slot.chunk.index, slot.cached) for slot in slots if slot][2] == (2, 1, False)
     assert slots[1] is not None
     checkpoint.finish(slots[1], Finished(1, "dropped", "input 1", b"null"))
     checkpoint.close()
-    checkpoint = manager(tmp_path).open()
+    checkpoint = opened(tmp_path)
     assert list(checkpoint.resumed.journals) == [0]
     run(checkpoint, 5)
     counts = checkpoint.counts
@@ -135,7 +142,7 @@ def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> No
     assert (counts.read, counts.written, counts.dropped) == (5, 4, 1)
     left = ["commits.jsonl", "history.jsonl", "run.json", "shard.json"]
     assert sorted(path.name for path in (tmp_path / "00000").iterdir()) == left
-    again = manager(tmp_path).open()
+    again = opened(tmp_path)
     assert (again.resumed.next_ordinal, again.counts) == (5, counts)
     again.close(completed=True)
 
@@ -151,8 +158,7 @@ class TakenOver(Placement):
         self.folder = folder
 
     def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
-        waiting.check()
-        self.newer = manager(self.folder).open()
+        self.newer = opened(self.folder)
         waiting.done()
 
 
@@ -161,14 +167,14 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", no_locks)
     placement = TakenOver(tmp_path)
-    older = manager(tmp_path, placement=placement).open()
+    older = opened(tmp_path, placement=placement)
     with pytest.raises(Fenced):
         run(older, 2)
     older.close()
     newer = placement.newer
     assert list(newer.resumed.journals) == [0]
     assert (tmp_path / "00000/chunk_00000.jsonl").stat().st_size > 0
-    assert newer.read_commits(tmp_path / "00000/commits.jsonl") == {}
+    assert newer.lease.read_commits(tmp_path / "00000/commits.jsonl") == {}
     run(newer, 2)
     newer.close(completed=True)
     assert set(read_commits(tmp_path / "00000/commits.jsonl")) == {0}
@@ -184,7 +190,7 @@ def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path: Path) -
         return write_chunk(index, documents)
 
     with disk_in_place(disk := WatchedDisk()):
-        checkpoint = manager(tmp_path, write_chunk=write_chunk_and_look, sync_seconds=3600.0).open()
+        checkpoint = opened(tmp_path, write_chunk_and_look, sync_seconds=3600.0)
         run(checkpoint, 4)
         checkpoint.close(completed=True)
     assert before == {0: "sync chunk_00000.jsonl", 1: "sync chunk_00001.jsonl"}
@@ -196,13 +202,38 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
 ) -> None:
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
-    checkpoint = manager(tmp_path).open()
+    checkpoint = opened(tmp_path)
     run(checkpoint, 2)
     log = tmp_path / "00000/commits.jsonl"
-    assert set(checkpoint.read_commits(log)) == {0}
+    assert set(checkpoint.lease.read_commits(log)) == {0}
     log.write_bytes(b"")  # as by another process
-    assert set(checkpoint.read_commits(log)) == ({0} if locks else set())
+    assert set(checkpoint.lease.read_commits(log)) == ({0} if locks else set())
     checkpoint.close(completed=True)
+
+
+def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    mirror = Mock()
+    checkpoint = opened(tmp_path, mirror=mirror)
+    lease = checkpoint.lease
+    lease.check()
+    assert mirror.check.call_args.args == (True, lease.stopping)
+    run(checkpoint, 2)
+    lease.check()
+    assert mirror.check.call_args.args == (False, lease.stopping)
+    mirror.check.side_effect = Fenced("Another process owns the mirror")
+    with pytest.raises(Fenced, match="owns the mirror"):
+        lease.check()
+    newer = opened(tmp_path)
+    asked = mirror.check.call_count
+    with pytest.raises(Fenced, match="start number 2"):
+        lease.check()
+    assert mirror.check.call_count == asked
+    checkpoint.close()
+    assert lease.stopping.is_set()
+    newer.close()
 
 
 READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_recent", "read_finished", "sum_commits"]
@@ -238,7 +269,7 @@ def ledger_reads(folder: Path, moment: int, want: Want, monkeypatch: pytest.Monk
         reads += 1
         return read(*given, **named)
 
-    checkpoint = manager(folder, write_chunk=write_later).open()
+    checkpoint = opened(folder, write_later)
     checkpoint.on_change = changed.set
     for ordinal in range(4):
         slot = checkpoint.admit(f"input {ordinal}")

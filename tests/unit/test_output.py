@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,14 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed
 from datatrove_ckpt.output.committed import list_output
+from datatrove_ckpt.output.stoppable import StorageCalls
 from datatrove_ckpt.output.targets import RemoteTarget, S3Target
 from datatrove_ckpt.output.writers import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
+from tests.patience import ChangePolicy
 
 Put = Callable[[str], None]
 
@@ -60,14 +61,23 @@ def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
     return Breaking
 
 
-def remote_folder(scratch: Path, **changes: float) -> RemoteTarget:
-    policy = replace(retrying.STORAGE, **{"first": 0.001, **changes})
-    return RemoteTarget(DataFolder("breaking://output"), scratch, policy)
+def leased(check: Callable[[], None] = lambda: None) -> Any:
+    return SimpleNamespace(check=check)
+
+
+def remote_folder(scratch: Path, lease: Any, calls: StorageCalls) -> RemoteTarget:
+    return RemoteTarget(DataFolder("breaking://output"), scratch, lease, calls)
 
 
 @pytest.fixture
-def folder(files: type[Breaking], tmp_path: Path) -> RemoteTarget:
-    return remote_folder(tmp_path)
+def calls() -> StorageCalls:
+    return StorageCalls()
+
+
+@pytest.fixture
+def folder(files: type[Breaking], tmp_path: Path, policy: ChangePolicy, calls: StorageCalls) -> RemoteTarget:
+    policy("STORAGE", first=0.001)
+    return remote_folder(tmp_path, leased(), calls)
 
 
 @pytest.fixture
@@ -120,12 +130,13 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
 
 
 def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
-    files: type[Breaking], folder: RemoteTarget, local: Path
+    files: type[Breaking], local: Path, tmp_path: Path, calls: StorageCalls, policy: ChangePolicy
 ) -> None:
     def taken() -> None:
         raise Fenced("Another process has taken over")
 
-    folder.check_owner = taken
+    policy("STORAGE", first=0.001)
+    folder = remote_folder(tmp_path, leased(taken), calls)
     folder.upload(local, "a")
     files.before = failing(ConnectionResetError("the network is gone, and comes back"))
     with pytest.raises(Fenced):
@@ -133,8 +144,8 @@ def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
     assert files.store.keys() == {"/output/a"}
 
 
-def test_retrying_ends(files: type[Breaking], local: Path, tmp_path: Path) -> None:
-    folder = remote_folder(tmp_path, patience=0.05)
+def test_retrying_ends(files: type[Breaking], folder: RemoteTarget, local: Path, policy: ChangePolicy) -> None:
+    policy("STORAGE", patience=0.05)
     files.before = failing(*[ConnectionError("refused")] * 10_000)
     with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Check the network"):
         folder.upload(local, "a")
@@ -147,7 +158,9 @@ def test_a_file_of_another_size_is_refused(files: type[Breaking], folder: Remote
         folder.upload(local, "a")
 
 
-def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: RemoteTarget, local: Path) -> None:
+def test_a_stop_ends_the_wait_for_an_upload(
+    files: type[Breaking], folder: RemoteTarget, calls: StorageCalls, local: Path
+) -> None:
     begun, release = threading.Event(), threading.Event()
 
     def hang(path: str) -> None:
@@ -155,7 +168,7 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
         release.wait()
 
     files.before = hang
-    threading.Thread(target=lambda: (begun.wait(), folder.stop())).start()
+    threading.Thread(target=lambda: (begun.wait(), calls.stop())).start()
     with pytest.raises(Stopping):
         folder.upload(local, "a")
     release.set()
@@ -163,11 +176,13 @@ def test_a_stop_ends_the_wait_for_an_upload(files: type[Breaking], folder: Remot
         folder.upload(local, "b")
 
 
-def test_a_stop_ends_the_pause_between_attempts(files: type[Breaking], local: Path, tmp_path: Path) -> None:
-    folder = remote_folder(tmp_path, first=1000.0, longest=1000.0, patience=1000.0)
+def test_a_stop_ends_the_pause_between_attempts(
+    files: type[Breaking], folder: RemoteTarget, calls: StorageCalls, local: Path, policy: ChangePolicy
+) -> None:
+    policy("STORAGE", first=1000.0, longest=1000.0, patience=1000.0)
 
     def fail(path: str) -> None:
-        threading.Timer(0.05, folder.stop).start()
+        threading.Timer(0.05, calls.stop).start()
         raise ConnectionError
 
     files.before = fail
@@ -249,7 +264,7 @@ class Uploads:
 def on_s3(uploads: Uploads, scratch: Path, *left: str) -> S3Target:
     """``left``: the files that an earlier process has staged."""
     folder = SimpleNamespace(fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/"))
-    target = S3Target(folder, scratch, "probe")
+    target = S3Target(folder, scratch, leased(), StorageCalls(), "probe")
     for name in left:
         staged = target.staging.with_name("earlier") / "0" / name
         staged.parent.mkdir(parents=True, exist_ok=True)

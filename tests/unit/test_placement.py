@@ -13,13 +13,11 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, WaitingChunk
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
-from tests.unit.test_open_checkpoint import manager
+from tests.unit.test_open_checkpoint import opened
 
 
 class Held(Placement):
     """Keeps chunks until the test puts them in place."""
-
-    is_later = True
 
     def __init__(self) -> None:
         self.waiting: dict[int, WaitingChunk] = {}
@@ -53,13 +51,12 @@ def test_chunks_wait_in_any_number_and_are_committed_in_any_order(
 ) -> None:
     free(monkeypatch, 2.0)
     held = Held()
-    checkpoint = manager(tmp_path, placement=held).open()
+    checkpoint = opened(tmp_path, placement=held, placed_later=True)
     finish_chunks(checkpoint, held, MAX_PUBLISHING + 3)
     assert checkpoint.publishing == MAX_PUBLISHING + 3
     assert not checkpoint.publishing_behind
     assert len(list((tmp_path / "00000").glob("chunk_*.jsonl"))) == MAX_PUBLISHING + 3
     for index in (3, 1):
-        held.waiting[index].check()
         held.waiting[index].done()
     checkpoint.flush()
     assert checkpoint.publishing == MAX_PUBLISHING + 1
@@ -67,7 +64,7 @@ def test_chunks_wait_in_any_number_and_are_committed_in_any_order(
     checkpoint.end_of_input()
     assert held.hurried.wait(60)
     checkpoint.close()
-    again = manager(tmp_path, placement=Held()).open()
+    again = opened(tmp_path, placement=Held(), placed_later=True)
     assert sorted(again.resumed.done) == [1, 3]
     again.close()
 
@@ -76,7 +73,7 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     held = Held()
-    checkpoint = manager(tmp_path, placement=held).open()
+    checkpoint = opened(tmp_path, placement=held, placed_later=True)
     finish_chunks(checkpoint, held, MAX_PUBLISHING + 1)
     log.clear()
     for share, behind in ((2.0, False), (0.5, True), (0.5, True), (1.05, True), (2.0, False), (0.5, True)):
@@ -96,7 +93,7 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
 
 def test_a_chunk_that_cannot_be_put_in_place_ends_the_run(tmp_path: Path) -> None:
     held = Held()
-    checkpoint = manager(tmp_path, placement=held).open()
+    checkpoint = opened(tmp_path, placement=held, placed_later=True)
     finish_chunks(checkpoint, held, 1)
     held.waiting[0].failed(OutputFailed("the hub is away"))
     with pytest.raises(OutputFailed, match="the hub is away"):
@@ -133,7 +130,7 @@ def test_each_chunk_is_a_look_and_documents_in_work_need_room(tmp_path: Path, mo
 def test_a_full_disk_gets_the_room_of_what_was_staged_before_the_rank_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager(tmp_path, placement=Held()).open().close()
+    opened(tmp_path, placement=Held(), placed_later=True).close()
     staged = tmp_path / "00000/staging/0123abcd/chunk_00000/00000.parquet"
     staged.parent.mkdir(parents=True)
     staged.write_bytes(b"content")
@@ -145,5 +142,5 @@ def test_a_full_disk_gets_the_room_of_what_was_staged_before_the_rank_is_taken(
         write(disk, fd, data, path)
 
     monkeypatch.setattr(files.Disk, "write", is_full)
-    manager(tmp_path, placement=Held()).open().close()
+    opened(tmp_path, placement=Held(), placed_later=True).close()
     assert not staged.exists()

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
 from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
-from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
+from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
@@ -207,14 +209,17 @@ def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(
 ) -> None:
     mark_as_finished(1, tasks=2)
     folder, url = Path("slurm_run/checkpoints"), str(login_node / "mirror")
-    checkpoint = CheckpointManager(
+    settings = CheckpointManager(
         folder.absolute(),
         0,
         1,
         RunIdentity({name: value for name, value in read_run(folder / "00000/run.json").items() if name != "format"}),
-        lambda *arguments: pytest.fail("nothing is written"),
+        lambda: None,
+        lambda: None,
         mirror=RemoteMirror(f"{url}/00000", folder.absolute() / "00000", 60.0),
-    ).open()
+    )
+    output = SimpleNamespace(write_chunk=None, placement=Placement(), stop=lambda: None)
+    checkpoint = OpenCheckpoint(settings, settings.take(), output)
     checkpoint.close(completed=True)
     checkpoint.raise_failure()
     shutil.rmtree(folder)

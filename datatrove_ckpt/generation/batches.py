@@ -122,7 +122,7 @@ class Batches:
         batch.timer.cancel()
         del self._filling[key]
         if batch.waiting:
-            batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, Request()))
+            batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, Request(batch.client.sender)))
 
 
 async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
@@ -153,7 +153,7 @@ def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Tex
     if request.is_quarantined:  # the next death must show whose fault it is
         return [([text], request.copy()) for text in texts]
     middle = len(texts) // 2
-    return [(texts[:middle], Request()), (texts[middle:], Request())]
+    return [(texts[:middle], Request(request.sender)), (texts[middle:], Request(request.sender))]
 
 
 def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:

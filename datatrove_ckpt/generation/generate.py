@@ -647,7 +647,7 @@ class Drain:
         """Returns when no more document can finish, now that the rank stops. ``models``: whose servers run."""
         self._active, self._models = True, models
         for model in models:
-            model.client.result().router.on_release = self.check_soon
+            model.client.result().sender.on_release = self.check_soon
         self.check_soon()
         await self._over.wait()
 
@@ -658,7 +658,7 @@ class Drain:
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
-        if any(model.client.result().router.in_flight and not model.is_dead for model in self._models):
+        if any(model.client.result().sender.in_flight and not model.is_dead for model in self._models):
             return
         if self._waiting == len(self._documents):
             self._over.set()

@@ -281,7 +281,7 @@ def _add_attempts(work: WorkCounts, clients: Sequence[CompletionClient]) -> tupl
     for stats in found:
         for kind, times in stats.errors.items():
             work.errors[kind] = work.errors.get(kind, 0) + times
-    waiting = sum(client.router.waiting + client.stats.pausing for client in clients)
+    waiting = sum(client.waiting for client in clients)
     return sum(stats.in_flight for stats in found), waiting
 
 

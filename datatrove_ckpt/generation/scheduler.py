@@ -36,7 +36,7 @@ from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
+from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
@@ -100,11 +100,15 @@ class DocumentLimit:
         self._in_work -= 1
         self._wake()
 
-    def follow(self, router: Router) -> None:
-        """Grow with the requests that the router lets through, from now on. Several models have one each."""
+    def follow(self, router: Router, sender: Sender) -> None:
+        """Grow with the requests that the router lets through, from now on. Several models have one each.
+
+        Args:
+            sender: the rank.
+        """
         self._routers.append(router)
         if self._size < self._most:
-            router.on_free = partial(self._grow, router)
+            sender.on_free = partial(self._grow, router)
             self._grow(router)
 
     def _grow(self, router: Router) -> None:
@@ -246,7 +250,7 @@ class Scheduler:
         try:
             async with self.connect(model.config) as (client, watch):
                 model.observer.serving(client)
-                self._document_limit.follow(client.router)
+                self._document_limit.follow(client.servers.router, client.sender)
                 model.client.set_result(client)
                 watching = asyncio.ensure_future(watch())
                 try:

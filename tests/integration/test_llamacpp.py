@@ -21,8 +21,8 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected, ServerStartFailed
-from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.rollouts import PromptRollout, for_config
+from tests.clients import client_of
 from tests.jobs import make_server, started_server
 from tests.patience import until
 from tests.real.faults import (
@@ -54,7 +54,7 @@ def config(**settings: object) -> InferenceConfig:
 async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
     settings = config(server_log_folder=str(tmp_path), max_concurrent_generations=2, server_stop_timeout_sec=1200.0)
     async with started_server(settings, 0) as server:
-        async with CompletionClient(settings, [server.url], server.api_key) as client:
+        async with client_of(settings, [server.url], server.api_key) as client:
             answers = await asyncio.gather(*(client.complete(json.dumps(PROMPT).encode()) for _ in range(3)))
             with pytest.raises(RequestRejected):
                 await client.complete(json.dumps({"model": GGUF, "messages": "nonsense"}).encode())

@@ -451,7 +451,7 @@ def test_several_models_on_several_nodes_are_refused(
 
 
 async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
-    clients = [SimpleNamespace(router=SimpleNamespace(in_flight=number)) for number in (0, 1, 1)]
+    clients = [SimpleNamespace(sender=SimpleNamespace(in_flight=number)) for number in (0, 1, 1)]
     models: list[Any] = [SimpleNamespace(client=SimpleNamespace(result=lambda c=c: c), is_dead=False) for c in clients]
     models[2].is_dead = True
     drain = Drain([1])
@@ -460,8 +460,8 @@ async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
     for _ in range(9):
         await asyncio.sleep(0)
     assert not over.done()
-    clients[1].router.in_flight = 0
-    clients[1].router.on_release()
+    clients[1].sender.in_flight = 0
+    clients[1].sender.on_release()
     await over
 
 
@@ -623,7 +623,7 @@ def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch: pytest.Monke
     models = models_of({"writer": one, "judge": one})
     clients = {}
     for name, one in models.items():
-        clients[name] = client.CompletionClient(one, [], None)
+        clients[name] = client.CompletionClient(client.ModelServers(one))
         rank.of(one).serving(clients[name])
         clients[name].stats.in_flight = 1
     now[0] += 50

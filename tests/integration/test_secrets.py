@@ -23,8 +23,8 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, RequestRejected
-from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers.connect import connect
+from tests.clients import client_of
 from tests.unit.test_client import BODY, Reply, answer, chat, http, never, reset, serving, then_close
 
 KEY, CODE, PASSWORD = "sk-canary-key-1234", "canary/code 5678", "canary:pass-9012"
@@ -155,7 +155,7 @@ async def complete(config: InferenceConfig) -> None:
     from datatrove_ckpt.inference.servers.connect import ExternalServers
 
     servers = ExternalServers(config)
-    async with CompletionClient(config, servers.urls, servers.api_key) as client:
+    async with client_of(config, servers.urls, servers.api_key) as client:
         await client.complete(BODY)
 
 

@@ -20,11 +20,11 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers import guardian, server
 from datatrove_ckpt.inference.servers.dummy import TEXT
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
+from tests.clients import client_of
 from tests.jobs import make_server, started_server
 from tests.patience import ChangePolicy, Patience
 from tests.processes import is_alive
@@ -124,7 +124,7 @@ async def failed_start(config: InferenceConfig) -> str:
 async def test_a_dummy_server_starts_answers_and_stops() -> None:
     config = dummy(server_log_folder="logs/deep")
     async with started_server(config, 7) as running:
-        async with CompletionClient(config, [running.url], running.api_key) as client:
+        async with client_of(config, [running.url], running.api_key) as client:
             completion = await client.complete(b'{"messages": []}')
         url, process = running.url, running._process  # type: ignore[attr-defined]
         assert (completion.text, completion.finish_reason) == (TEXT, "stop")
@@ -290,7 +290,7 @@ async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_
         assert key
         assert not [line for line in command_lines() if key.reveal().encode() in line]
         watch = asyncio.create_task(running.watch())
-        async with CompletionClient(config, [running.url], key) as client:
+        async with client_of(config, [running.url], key) as client:
             with pytest.raises(Exception, match="No request was answered"):
                 await client.complete(b"{}")
         with pytest.raises(ServerDied, match=r"(?s)exit code 41.*\*\*\*.*serving") as caught:

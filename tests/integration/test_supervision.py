@@ -31,6 +31,7 @@ from datatrove_ckpt.inference.servers import pool, server
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
+from tests.clients import client_of
 from tests.patience import ChangePolicy, until, until_async
 from tests.processes import is_alive, write_program
 
@@ -142,8 +143,8 @@ class Run:
 
 @asynccontextmanager
 async def running(settings: InferenceConfig) -> AsyncIterator[Run]:
-    async with CompletionClient(settings, [], None) as client:
-        servers = ServerPool(settings, 0, client)
+    async with client_of(settings) as client:
+        servers = ServerPool(settings, 0, client.servers)
         async with servers.running() as watch:
             yield Run(client, servers, watch)
 
@@ -177,11 +178,11 @@ def break_engine() -> None:
 async def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
     happened: list[tuple[str, str, bool]] = []
     async with running(config()) as run:
-        run.client.on_server = lambda what, name, url, why: happened.append((what, name, bool(url))) or None
+        run.client.sender.on_server = lambda what, name, url, why: happened.append((what, name, bool(url))) or None
         tasks = [run.ask(f"wait {n}") for n in range(3)]
         await until_async(lambda: sum(asked().values()) == 3)
         os.kill(engines()[0], signal.SIGKILL)
-        await until_async(lambda: not run.client.router.targets[0].up)
+        await until_async(lambda: not run.servers.model_servers.router.targets[0].up)
         late = run.ask("late")  # waits while there is no server
         await until_async(lambda: len(engines()) == 2)
         open_gate()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
-from datatrove_ckpt.inference.client.routing import Request, Router, Target
+from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.inference.servers import probes
 from datatrove_ckpt.inference.servers.probes import Admission, Metrics, adapt_admission
 from tests.simulated_engine import Engine, Lengths, Simulation
@@ -204,6 +204,8 @@ class Work:
 
     def __init__(self, settings: InferenceConfig, rollout: Rollout) -> None:
         self.router = Router(most_documents(settings) * settings.rollouts_per_document)
+        self.sender = Sender()
+        self.router.senders.append(self.sender)
         self.target = Target()
         self.target.limit = 16
         self.router.targets.append(self.target)
@@ -217,7 +219,7 @@ class Work:
         await _turns(3)  # the server starts
         self.target.up = True
         self.router.admit()
-        self.limit.follow(self.router)
+        self.limit.follow(self.router, self.sender)
         await self.go_on(turns)
 
     async def go_on(self, turns: int) -> None:
@@ -239,9 +241,10 @@ class Work:
         self.limit.release(0)
 
     async def _ask(self) -> None:
-        target = await self.router.acquire(Request())
+        request = Request(self.sender)
+        target = await self.router.acquire(request)
         await _turns(4)
-        self.router.release(target)
+        self.router.release(target, request)
 
 
 async def _turns(number: int) -> None:

@@ -33,10 +33,11 @@ from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
-from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.client.plain import PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.redaction import Key
+from tests.clients import client_of
 
 
 @pytest.fixture(params=["plain", "aiohttp"], autouse=True)
@@ -170,10 +171,11 @@ async def talking(
 ) -> AsyncIterator[tuple[RawServer, CompletionClient, Sleeps]]:
     """A scripted server, and a client whose time is that of ``Sleeps``."""
     sleeps = Sleeps()
-    async with serving(*replies) as (server, url):
-        client = CompletionClient(config(**settings), [url], "key", sleep=sleep or sleeps, clock=sleeps.clock)
-        async with client:
-            yield server, client, sleeps
+    async with (
+        serving(*replies) as (server, url),
+        client_of(config(**settings), [url], "key", sleep=sleep or sleeps, clock=sleeps.clock) as client,
+    ):
+        yield server, client, sleeps
 
 
 class Outcome:
@@ -496,7 +498,7 @@ async def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
         closed.bind(("127.0.0.1", 0))  # bound, not listening: refuses
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         sleeps = Sleeps()
-        async with CompletionClient(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client:
+        async with client_of(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client:
             with pytest.raises(ServerUnavailable, match=r"ClientConnectorError|ConnectionRefusedError"):
                 await client.complete(BODY)
         assert "The server is unreachable" in log[0]
@@ -568,7 +570,7 @@ async def test_answers_without_a_request_close_their_connection_and_stop_the_run
             assert (await client.complete(BODY)).text == "right"
             # 408 is how servers close an idle connection.
             writers[-1].write(http(200 if number else 408, chat("unasked")))
-            while client.router.targets[0].transports[client.way.path].unasked < number:
+            while client.servers.router.targets[0].transports[client.way.path].unasked < number:
                 await asyncio.sleep(0)
         with pytest.raises(ServerRefused, match=r"without a request 3 times.* bypass the gateway"):
             await client.complete(BODY)
@@ -741,7 +743,7 @@ async def test_a_cancelled_request_gives_its_slot_back() -> None:
 
 async def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
     async with serving(reset) as (dead, first), serving(GOOD) as (alive, second):
-        async with CompletionClient(config(), [first, second], None, sleep=Sleeps()) as client:
+        async with client_of(config(), [first, second], None, sleep=Sleeps()) as client:
             for _ in range(10):
                 await client.complete(BODY)
         assert len(dead.requests) == 1
@@ -750,14 +752,14 @@ async def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
 
 async def test_a_restarted_server_gets_few_requests_first_under_auto() -> None:
     settings = InferenceConfig("vllm", "m", max_concurrent_generations="auto")
-    async with CompletionClient(settings, [], None) as client:
-        target = client.add()
+    async with client_of(settings) as client:
+        target = client.servers.add()
         for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
-            client.mark_up(target, url, None)
+            client.servers.mark_up(target, url, None)
             assert target.limit == 16
             target.limit = 300
-            client.router.mark_dead(target, "restart")
-            await client.disconnect(target)
+            client.servers.router.mark_dead(target, "restart")
+            await client.servers.disconnect(target)
 
 
 @pytest.mark.parametrize(
@@ -773,7 +775,7 @@ async def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type
     async with serving(reply) as (server, url):
         secret_url = url.replace("http://", "http://user:hush@") + "?code=hush"
         sleeps = Sleeps()
-        async with CompletionClient(config(), [secret_url], None, sleep=sleeps, clock=sleeps.clock) as client:
+        async with client_of(config(), [secret_url], None, sleep=sleeps, clock=sleeps.clock) as client:
             with pytest.raises(error, match=shown) as caught:
                 await client.complete(BODY)
         assert "hush" not in str(caught.value)
@@ -783,7 +785,7 @@ async def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type
 
 def test_two_kinds_of_credentials_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="credentials"):
-        CompletionClient(config(), ["http://user:hush@localhost"], "key")
+        ModelServers(config()).add_endpoints(["http://user:hush@localhost"], "key")
 
 
 async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -792,7 +794,7 @@ async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch: py
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
         for settings in (config(), config(server_type="endpoint", endpoint_url=url)):
-            async with CompletionClient(settings, [url], None) as client:
+            async with client_of(settings, [url], None) as client:
                 await client.complete(BODY)
         assert (len(server.requests), len(proxy.requests)) == (1, 1)
 
@@ -801,20 +803,20 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
     async with (
         serving(GOOD) as (old, first),
         serving(answer(http(200, chat("right")))) as (new, second),
-        CompletionClient(config(), [], None) as client,
+        client_of(config()) as client,
     ):
-        target = client.add()
-        client.mark_up(target, first, None)
+        target = client.servers.add()
+        client.servers.mark_up(target, first, None)
 
         async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
             writer.write(http(200, chat("wrong")))
-            assert client.router.mark_dead(target, "stopped").in_flight == 1
+            assert client.servers.router.mark_dead(target, "stopped").in_flight == 1
 
         old.replies = [too_late]
         asking = asyncio.create_task(client.complete(BODY))
         await old.arrived.acquire()
-        await client.disconnect(target)
-        client.mark_up(target, second, Key("new"))
+        await client.servers.disconnect(target)
+        client.servers.mark_up(target, second, Key("new"))
         assert (await asking).text == "right"
         assert b"Bearer new" in new.requests[0][0]
         assert (client.stats.resent, client.stats.retries) == (1, 0)
@@ -826,24 +828,24 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
     async with (
         serving(answer(http(200, chat("wrong")))) as (_, first),
         serving(answer(http(200, chat("right")))) as (_, second),
-        CompletionClient(config(), [], None) as client,
+        client_of(config()) as client,
     ):
-        target = client.add()
-        client.mark_up(target, first, None)
+        target = client.servers.add()
+        client.servers.mark_up(target, first, None)
         given_up = asyncio.Event()
 
         async def posted_too_late(*request: Any) -> Any:
             raw = await transport.post(*request)
             if not given_up.is_set():
-                client.router.mark_dead(target, "stopped")  # its cancellation comes with the next turn
+                client.servers.router.mark_dead(target, "stopped")  # its cancellation comes with the next turn
                 given_up.set()
             return raw
 
         monkeypatch.setattr(client_module, "post", posted_too_late)
         asking = asyncio.create_task(client.complete(BODY))
         await given_up.wait()
-        await client.disconnect(target)
-        client.mark_up(target, second, None)
+        await client.servers.disconnect(target)
+        client.servers.mark_up(target, second, None)
         assert (await asking).text == "right"
         assert (client.stats.answers, client.stats.resent, client.stats.cancelled) == (1, 1, 0)
 

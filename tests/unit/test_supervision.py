@@ -69,7 +69,7 @@ async def test_requests_wait_in_order_while_no_server_is_up() -> None:
     made.admit()
     await settle()
     assert [task.done() for task in tasks] == [True, True, False]
-    made.release(made.targets[0])
+    made.release(made.targets[0], Request())
     await tasks[2]
 
 
@@ -86,11 +86,11 @@ async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -
     waiting, next_one = acquire(made), acquire(made)
     await settle()
     waiting.cancel()
-    made.release(made.targets[0])  # goes to `next_one`: the request before it is cancelled already
+    made.release(made.targets[0], Request())  # goes to `next_one`: the request before it is cancelled already
     await next_one
     granted = acquire(made)
     await settle()
-    made.release(made.targets[0])
+    made.release(made.targets[0], Request())
     granted.cancel()  # it has the slot, but has not run since
     await settle()
     assert made.targets[0].in_flight == 0
@@ -102,13 +102,13 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> N
     old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
     await settle()
     assert not any(task.done() for task in (old, young, normal))
-    made.release(target)
+    made.release(target, Request())
     await settle()
     assert (young.done(), old.done(), normal.done()) == (True, False, False)
-    made.release(target)
+    made.release(target, Request())
     await settle()
     assert (old.done(), normal.done()) == (True, False)
-    made.release(target)
+    made.release(target, Request())
     await normal
 
 
@@ -121,7 +121,7 @@ async def test_many_quarantined_requests_run_in_growing_groups() -> None:
         together = [request for request, task in waiting.items() if task.done()]
         sizes.append(len(together))
         for request in together:
-            made.release(waiting.pop(request).result())
+            made.release(waiting.pop(request).result(), Request())
     assert sizes[:4] == [1, 2, 4, 8]
     assert max(sizes) == 16  # the square root: what one more death may cost
     assert len(sizes) <= 20
@@ -137,18 +137,18 @@ async def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
         assert len(group) == expected
         if expected < 4:
             for request in group:
-                made.release(waiting.pop(request).result())
+                made.release(waiting.pop(request).result(), Request())
     death = made.mark_dead(made.targets[0], "bang")
     for request in group:
         request.record_death(death, 0)
-        made.release(waiting.pop(request).result())
+        made.release(waiting.pop(request).result(), Request())
     assert made.targets[0].in_flight == 0
     again = [acquire(made, request) for request in group]
     made.targets[0].up = True
     for task in again:
         await settle()
         assert made.targets[0].in_flight == 1
-        made.release(await task)
+        made.release(await task, Request())
     await settle()
     assert made.targets[0].in_flight > 1  # the others continue in groups
 
@@ -172,7 +172,7 @@ async def test_attributed_deaths_quarantine_no_other_request() -> None:
     await settle()
     assert not any(task.done() for task in waiting)
     made.attribute_deaths(guilty)
-    made.release(made.targets[0])
+    made.release(made.targets[0], Request())
     await asyncio.gather(*waiting)
     assert not innocent.is_quarantined
 

@@ -51,7 +51,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from loguru import logger
 
@@ -75,12 +74,12 @@ from datatrove_ckpt.inference.client.routing import (
     MustDivide,
     Request,
     Router,
+    Sender,
     Target,
 )
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import Key
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
@@ -96,10 +95,6 @@ _SHOWN_CAUSE = 300  # characters
 _BUSY_FACTOR = 10
 _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
-
-OnServer = Callable[[str, str, str | None, str], None]
-"""Gets what happened to a server: what ("start", "ready", "reused", "death", "restart"), the server's name within the
-rank, its URL without secrets or None, and why it died or ""."""
 
 _HINT = (
     "If this server never gives one, and its answers are complete, set accept_null_finish_reason to true; otherwise "
@@ -270,62 +265,56 @@ class RequestClock:
         return self._outage.patience * (_BUSY_FACTOR if failure.server_is_limited else 1) - self._seconds
 
 
-class CompletionClient:
-    """Sends requests to one or several servers that serve the same model.
+class ModelServers:
+    """The servers of one model: which are up, and which requests wait for them. Several ranks may share them.
 
     Args:
-        config: timeouts, attempts, slots; ``use_chat`` chooses the usual way.
-        urls: base URLs of servers that are always there. Servers that we launch come with ``add`` and
-            ``mark_up``, and go with ``router.mark_dead``.
-        api_key: bearer token for ``urls``, or None.
-        sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
+        config: ``max_concurrent_generations`` is the limit for all ranks together.
         clock: replaces ``time.monotonic`` for patience.
-        shutdown: of the rank; None: of nobody.
 
     Attributes:
-        stats: counters.
         router: which servers are up, and which requests wait.
         outage: since when no request is answered.
-        way: of completions.
-        on_server: gets what happens to servers that we launch: what, name, URL, why.
-
-    Raises:
-        ConfigError: a URL that cannot be used.
+        resent: attempts that were lost with their server, and whose request was sent again.
     """
 
-    def __init__(
-        self,
-        config: InferenceConfig,
-        urls: Sequence[str | HiddenUrl],
-        api_key: Key | str | None,
-        *,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
-        shutdown: Shutdown | None = None,
-    ) -> None:
-        self.stats = ClientStats()
-        self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers), shutdown)
+    def __init__(self, config: InferenceConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers))
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
-        self.on_server: OnServer = lambda what, name, url, why: None
-        self._config = config
-        self._sleep = sleep
-        self.way = CHAT if config.use_chat else COMPLETIONS
-        self._fixed = [HiddenUrl.wrap(url) for url in urls]
-        self._proxied = config.server_type == "endpoint" and needs_proxy(self._fixed)
-        self._key = Key.wrap(api_key)
-        for url in self._fixed:
-            if self._key is not None and url.has_credentials:
+        self.resent = 0
+        self._proxied = False
+
+    def add_endpoints(self, urls: Sequence[str | HiddenUrl], api_key: Key | str | None) -> None:
+        """Add servers that are always there.
+
+        Args:
+            urls: their base URLs.
+            api_key: bearer token for all of them, or None.
+
+        Raises:
+            ConfigError: a URL that cannot be used.
+        """
+        endpoints = [HiddenUrl.wrap(url) for url in urls]
+        self._proxied = self.config.server_type == "endpoint" and needs_proxy(endpoints)
+        key = Key.wrap(api_key)
+        for url in endpoints:
+            if key is not None and url.has_credentials:
                 raise ConfigError(f"endpoint_url: {url} contains credentials, and an API key is set, too. Remove one.")
+        for url in endpoints:
+            self.mark_up(self.add(), url, key)
 
-    async def __aenter__(self) -> Self:
-        for url in self._fixed:
-            self.mark_up(self.add(), url, self._key)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
+    async def close(self) -> None:
+        """Close all connections."""
         for target in self.router.targets:
             target.up = False
             await _close(target)
+
+    def tell(self, what: str, name: str, url: str | None, why: str) -> None:
+        """Tell all ranks what happened to a server."""
+        for sender in self.router.senders:
+            if sender.on_server is not None:
+                sender.on_server(what, name, url, why)
 
     def add(self, probe: HealthProbe | None = None) -> Target:
         """Add a target. It is not up yet.
@@ -340,8 +329,8 @@ class CompletionClient:
     def mark_up(self, target: Target, url: str | HiddenUrl, api_key: Key | None) -> None:
         """Send requests to this URL from now on. A restarted server has another port and another key."""
         target.url, target.api_key = HiddenUrl.wrap(url), api_key
-        self._transport(target, self.way)  # so that what is wrong with the URL is said at once
-        target.limit = FIRST_LIMIT if self._config.max_concurrent_generations == "auto" else math.inf
+        self.transport(target, usual_way(self.config))  # so that what is wrong with the URL is said at once
+        target.limit = FIRST_LIMIT if self.config.max_concurrent_generations == "auto" else math.inf
         target.up = True
         self.outage.answered()  # the time that a restart took is not the time in which this server gave no answers
         self.router.admit()
@@ -352,15 +341,60 @@ class CompletionClient:
             await asyncio.sleep(0)  # they were aborted, and end in their next turn of the event loop
         await _close(target)
 
-    def _transport(self, target: Target, way: Way) -> Transport:
-        # One per server and path: it is closed with its server, and it holds the key, so that no call has to.
+    def transport(self, target: Target, way: Way) -> Transport:
+        """The connections to a server. They hold the key, so that no call has to."""
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
-            timeout = self._config.request_timeout or _DEFAULT_TIMEOUT
+            timeout = self.config.request_timeout or _DEFAULT_TIMEOUT
             headers = target.api_key.headers() if target.api_key is not None else None
             found = make_transport(target.url.api(way.path), headers, timeout, self._proxied)
             target.transports[way.path] = found
         return found
+
+    def oldest_in_flight(self) -> float:
+        """Seconds for which the oldest attempt under way is under way; 0 if there is none."""
+        started = [attempt.started_at for target in self.router.targets for attempt in target.attempts]
+        return time.monotonic() - min(started) if started else 0.0
+
+
+def usual_way(config: InferenceConfig) -> Way:
+    """The way of completions."""
+    return CHAT if config.use_chat else COMPLETIONS
+
+
+class CompletionClient:
+    """Sends the requests of one rank to the servers of a model.
+
+    Args:
+        sender: the rank; None: nobody.
+        sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
+
+    Attributes:
+        stats: counters.
+        way: of completions.
+    """
+
+    def __init__(
+        self,
+        servers: ModelServers,
+        sender: Sender | None = None,
+        *,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self.servers = servers
+        self.sender = sender or Sender()
+        self.stats = ClientStats()
+        self.outage = servers.outage
+        self.way = usual_way(servers.config)
+        self._config = servers.config
+        self._router = servers.router
+        self._router.senders.append(self.sender)
+        self._sleep = sleep
+
+    @property
+    def waiting(self) -> int:
+        """Requests of the rank that wait for a server, or for their next attempt."""
+        return self._router.waiting_of(self.sender) + self.stats.pausing
 
     async def complete(self, body: AnyBody, way: Way | None = None, request: Request | None = None) -> Completion:
         """The answer to one request.
@@ -381,18 +415,18 @@ class CompletionClient:
             TooManyOpenFiles: this process may open no more connections.
         """
         way = way or self.way
-        request = request or Request()
+        request = request or Request(self.sender)
         clock = RequestClock(self.outage)
         while True:
-            target = await self.router.acquire(request)
+            target = await self._router.acquire(request)
             deaths, was_quarantined = len(request.deaths), request.is_quarantined
             try:
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
                 alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
-                if was_quarantined and alone and not self.router.closed:
+                if was_quarantined and alone and not request.may_not_be_sent:
                     raise self._poisoned(request) from None
-                self.stats.resent += 1
+                self._sent_again()
                 self.stats.errors["server lost"] += 1
                 if request.is_shared and request.is_quarantined:
                     raise MustDivide from None
@@ -402,12 +436,12 @@ class CompletionClient:
                 raise
             except RetryableError as error:
                 self.stats.errors[error.kind] += 1
-                if self.router.closed:  # a cluster stops our servers together with us: the request is not at fault
-                    self.stats.resent += 1
+                if request.may_not_be_sent:  # a cluster stops our servers together with us: it is not at fault
+                    self._sent_again()
                     continue
                 failure, delay = error, self._delay(error, clock)
             finally:
-                self.router.release(target)
+                self._router.release(target, request)
             self.stats.retries += 1
             if request.is_shared and clock.beside >= _DIVIDED_AFTER and not failure.server_is_well:
                 raise MustDivide
@@ -423,7 +457,7 @@ class CompletionClient:
         Raises:
             RequestFailed, ServerUnavailable: there will be none.
         """
-        self.outage.failed(failure, self._oldest_in_flight)
+        self.outage.failed(failure, self.servers.oldest_in_flight)
         failures = clock.failed(failure, self._config.request_max_attempts)
         advice = failure.retry_after
         if advice is not None:
@@ -441,13 +475,12 @@ class CompletionClient:
             seconds -= pause
             self.outage.show(failure)
 
-    def _oldest_in_flight(self) -> float:
-        """Seconds for which the oldest attempt under way is under way; 0 if there is none."""
-        started = [attempt.started_at for target in self.router.targets for attempt in target.attempts]
-        return time.monotonic() - min(started) if started else 0.0
+    def _sent_again(self) -> None:
+        self.stats.resent += 1
+        self.servers.resent += 1
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
-        self.router.attribute_deaths(request)
+        self._router.attribute_deaths(request)
         deaths = request.deaths
         return RequestPoisoned(
             f"This request was in flight at {len(deaths)} deaths of its server, the last time alone. "
@@ -457,7 +490,7 @@ class CompletionClient:
     async def _attempt(self, target: Target, request: Request, body: AnyBody, way: Way) -> Completion:
         if not target.up:  # it died after it was assigned to this request
             raise AttemptLost
-        transport = self._transport(target, way)
+        transport = self.servers.transport(target, way)
         if transport.unasked >= _MAX_UNASKED:
             raise ServerRefused(
                 f"{transport.url} has sent an answer without a request {transport.unasked} times. So it, or a "

@@ -23,7 +23,6 @@ import asyncio
 import heapq
 import math
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 
 from datatrove_ckpt.errors import ServerDied
@@ -64,8 +63,44 @@ class Death:
         self.attributed = False
 
 
+OnServer = Callable[[str, str, str | None, str], None]
+"""Gets what happened to a server: what ("start", "ready", "reused", "death", "restart"), the server's name within the
+rank, its URL without secrets or None, and why it died or ""."""
+
+
+class Sender:
+    """A rank, among those that send requests to the same servers.
+
+    Args:
+        shutdown: of the rank; None: of nobody. Once the rank stops, none of its requests is sent any more.
+        order: requests of the lowest one go first.
+        on_server: gets what happens to servers that we launch; None: nobody does.
+
+    Attributes:
+        in_flight: attempts under way.
+        on_release: called after each attempt that ends.
+        on_free: called when a target could take a request, and none waits.
+    """
+
+    def __init__(
+        self,
+        shutdown: Shutdown | None = None,
+        order: int = 0,
+        on_server: OnServer | None = None,
+    ) -> None:
+        self.shutdown = shutdown or Shutdown()
+        self.order = order
+        self.on_server = on_server
+        self.in_flight = 0
+        self.on_release: Callable[[], None] = lambda: None
+        self.on_free: Callable[[], None] = lambda: None
+
+
 class Request:
     """The history of one request over all its attempts.
+
+    Args:
+        sender: whose it is; None: nobody's.
 
     Attributes:
         deaths: the deaths of servers at which it was in flight.
@@ -75,9 +110,10 @@ class Request:
         is_shared: by several texts. It is divided before it is given up.
     """
 
-    __slots__ = ("age", "deaths", "is_shared", "without_reason", "without_reason_since")
+    __slots__ = ("age", "deaths", "is_shared", "sender", "without_reason", "without_reason_since")
 
-    def __init__(self) -> None:
+    def __init__(self, sender: Sender | None = None) -> None:
+        self.sender = sender or Sender()
         self.is_shared = False
         self.deaths: list[Death] = []
         self.age = 0.0
@@ -86,9 +122,13 @@ class Request:
 
     def copy(self) -> Request:
         """One that has been in flight at the same deaths."""
-        other = Request()
+        other = Request(self.sender)
         other.deaths, other.age = list(self.deaths), self.age
         return other
+
+    @property
+    def may_not_be_sent(self) -> bool:
+        return self.sender.shutdown.is_stopping
 
     @property
     def is_quarantined(self) -> bool:
@@ -222,9 +262,12 @@ class Quarantine:
         return len(self._waiting)
 
     def has_waiting(self) -> bool:
-        while self._waiting and self._waiting[0][3].done():  # cancelled
+        while self._waiting:
+            _, _, request, future = self._waiting[0]
+            if not future.done() and not request.may_not_be_sent:
+                return True
             heapq.heappop(self._waiting)
-        return bool(self._waiting)
+        return False
 
     def has_room(self) -> bool:
         """Whether the next request may run beside those in flight."""
@@ -243,16 +286,20 @@ class Quarantine:
         heapq.heappush(self._waiting, (request.age, self._arrivals, request, future))
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
-    def start_next(self) -> asyncio.Future[Target]:
+    def start_next(self) -> tuple[Request, asyncio.Future[Target]]:
         """The next request is in flight from now on. Only after ``has_room``."""
         _, _, request, future = heapq.heappop(self._waiting)
         self.in_flight += 1
         self._runs_alone = request.must_run_alone
-        return future
+        return request, future
 
     def finish_one(self) -> None:
         self.in_flight -= 1
         self._group_limit += 1
+
+    def requests(self) -> list[Request]:
+        """All that wait."""
+        return [request for _, _, request, _ in self._waiting]
 
     def clear(self) -> list[tuple[Request, asyncio.Future[Target]]]:
         """Everything that waited."""
@@ -265,21 +312,18 @@ class Router:
 
     Args:
         limit: requests in flight at all targets together.
-        shutdown: of the rank; None: of nobody.
 
     Attributes:
-        on_release: called after each attempt that ends.
-        on_free: gets a call when a target could take a request, and none waits.
+        senders: the ranks whose requests these are.
     """
 
-    def __init__(self, limit: int, shutdown: Shutdown | None = None) -> None:
+    def __init__(self, limit: int) -> None:
         self.targets: list[Target] = []
-        self.on_release: Callable[[], None] = lambda: None
-        self.on_free: Callable[[], None] = lambda: None
-        self._shutdown = shutdown or Shutdown()
+        self.senders: list[Sender] = []
         self._limit = limit
         self._in_flight = 0
-        self._waiting: deque[tuple[Request, asyncio.Future[Target]]] = deque()
+        self._waiting: list[tuple[int, int, Request, asyncio.Future[Target]]] = []  # a heap
+        self._arrivals = 0
         self._quarantine = Quarantine()
         self._failure: str | None = None
 
@@ -293,15 +337,17 @@ class Router:
         """Requests that wait for a target."""
         return len(self._waiting) + self._quarantine.waiting
 
+    def waiting_of(self, sender: Sender) -> int:
+        """Those of one rank."""
+        if len(self.senders) == 1:
+            return self.waiting
+        waiting = [request for _, _, request, _ in self._waiting] + self._quarantine.requests()
+        return sum(request.sender is sender for request in waiting)
+
     @property
     def capacity(self) -> int:
         """How many attempts the targets that are up may have under way together."""
         return int(min(self._limit, sum(target.limit for target in self.targets if target.up)))
-
-    @property
-    def closed(self) -> bool:
-        """The rank stops: no further attempt will start, and requests wait."""
-        return self._shutdown.is_stopping
 
     async def acquire(self, request: Request) -> Target:
         """A target for one attempt. Pass it to ``release`` afterwards.
@@ -311,8 +357,10 @@ class Router:
         """
         if self._failure is not None:
             raise ServerDied(self._failure)
-        if not self._waiting and not request.is_quarantined and (target := self._free()) is not None:
-            return self._assign(target)
+        if not self._waiting and not request.is_quarantined and not request.may_not_be_sent:
+            target = self._free()
+            if target is not None:
+                return self._assign(target, request)
         future: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
         self._enqueue(request, future)
         self.admit()
@@ -320,32 +368,32 @@ class Router:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self.release(future.result())
+                self.release(future.result(), request)
             raise
 
-    def release(self, target: Target) -> None:
+    def release(self, target: Target, request: Request) -> None:
         target.in_flight -= 1
         self._in_flight -= 1
+        request.sender.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
         self.admit()
-        self.on_release()
+        request.sender.on_release()
 
     def admit(self) -> None:
         """Assign targets to requests that wait, while there are free ones."""
-        if self._shutdown.is_stopping:
-            return
         if self._quarantine.was_used:
             self._admit_quarantined()
         while self._waiting:
-            _, future = self._waiting[0]
-            target = self._free() if not future.done() else None
-            if target is None and not future.done():
-                return
-            self._waiting.popleft()
-            if target is not None:
-                future.set_result(self._assign(target))
-        self.on_free()
+            _, _, request, future = self._waiting[0]
+            if not future.done() and not request.may_not_be_sent:
+                target = self._free()
+                if target is None:
+                    return
+                future.set_result(self._assign(target, request))
+            heapq.heappop(self._waiting)  # what may not be sent waits until its rank cancels it
+        for sender in self.senders:
+            sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """The server of a target is dead, or will be killed now: the requests in flight there are sent again."""
@@ -369,25 +417,27 @@ class Router:
     def fail(self, cause: str) -> None:
         """No server will be up again: ``acquire`` raises ServerDied, for requests that wait and for later ones."""
         self._failure = cause
-        for _, future in [*self._waiting, *self._quarantine.clear()]:
+        waiting, self._waiting = self._waiting, []
+        for _, future in [*(entry[2:] for entry in waiting), *self._quarantine.clear()]:
             if not future.done():
                 future.set_exception(ServerDied(cause))
-        self._waiting.clear()
 
     def _enqueue(self, request: Request, future: asyncio.Future[Target]) -> None:
         if request.is_quarantined:
             self._quarantine.add(request, future)
         else:
-            self._waiting.append((request, future))
+            self._arrivals += 1
+            heapq.heappush(self._waiting, (request.sender.order, self._arrivals, request, future))
 
-    def _assign(self, target: Target) -> Target:
+    def _assign(self, target: Target, request: Request) -> Target:
         target.in_flight += 1
         self._in_flight += 1
+        request.sender.in_flight += 1
         return target
 
     def _free(self) -> Target | None:
         """The least busy target that can take a request."""
-        if self._in_flight >= self._limit or self._shutdown.is_stopping:
+        if self._in_flight >= self._limit:
             return None
         free = [t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit]
         return free[0] if len(free) == 1 else _least_busy(free)
@@ -403,7 +453,8 @@ class Router:
         reserved.reserved = quarantine.has_waiting() or reserved.in_flight > 0
         # The target has answered its other requests when all that it has in flight are quarantined ones.
         while quarantine.has_room() and reserved.in_flight == quarantine.in_flight and self._in_flight < self._limit:
-            quarantine.start_next().set_result(self._assign(reserved))
+            request, future = quarantine.start_next()
+            future.set_result(self._assign(reserved, request))
 
 
 def _least_busy(targets: list[Target]) -> Target | None:

@@ -20,8 +20,9 @@ from loguru import logger
 from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused, ServerStartFailed, named
-from datatrove_ckpt.inference.client.client import CompletionClient, OnServer, Outage, waiting
+from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage, waiting
 from datatrove_ckpt.inference.client.plain import Response
+from datatrove_ckpt.inference.client.routing import OnServer, Sender
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
@@ -72,22 +73,37 @@ async def connect(
         ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and ``ExternalServers.start``.
     """
     shutdown = shutdown or Shutdown()
-    if config.server_type == "endpoint":
-        servers = ExternalServers(config)
-        on_outage(servers.outage)
-        await servers.start()
-        async with CompletionClient(config, servers.urls, servers.api_key, shutdown=shutdown) as client:
-            client.on_server = on_server or client.on_server
-            for index, url in enumerate(servers.urls):
-                client.on_server("ready", config.server_name(index), str(url), "")
-            yield client, wait_until_cancelled  # a failure of these servers shows in their answers
-    else:
-        from datatrove_ckpt.inference.servers.pool import ServerPool
+    client = CompletionClient(ModelServers(config), Sender(shutdown, on_server=on_server))
+    async with running(client.servers, rank, shutdown, models, on_outage) as watch:
+        yield client, watch
 
-        async with CompletionClient(config, [], None, shutdown=shutdown) as client:
-            client.on_server = on_server or client.on_server
-            async with ServerPool(config, rank, client, shutdown, models).running() as watch:
-                yield client, watch
+
+@asynccontextmanager
+async def running(
+    servers: ModelServers,
+    rank: int,
+    shutdown: Shutdown,
+    models: RankModels | None,
+    on_outage: Callable[[Outage], None],
+) -> AsyncIterator[Watch]:
+    """The servers are ready for requests in this block. For the arguments and the value see ``connect``."""
+    config = servers.config
+    try:
+        if config.server_type == "endpoint":
+            endpoints = ExternalServers(config)
+            on_outage(endpoints.outage)
+            await endpoints.start()
+            servers.add_endpoints(endpoints.urls, endpoints.api_key)
+            for index, url in enumerate(endpoints.urls):
+                servers.tell("ready", config.server_name(index), str(url), "")
+            yield wait_until_cancelled  # a failure of these servers shows in their answers
+        else:
+            from datatrove_ckpt.inference.servers.pool import ServerPool
+
+            async with ServerPool(config, rank, servers, shutdown, models).running() as watch:
+                yield watch
+    finally:
+        await servers.close()
 
 
 # Servers that run already: nothing to launch or stop, only a check that they answer before the first request.

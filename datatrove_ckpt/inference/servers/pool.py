@@ -22,7 +22,7 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.client import ModelServers
 from datatrove_ckpt.inference.client.routing import Death
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.node import GpuLease
@@ -44,7 +44,7 @@ class ServerPool:
     """All servers that one rank launches or takes over.
 
     Args:
-        client: each server becomes a target of it.
+        model_servers: get each server as a target.
         shutdown: of the rank; by default of nobody.
         models: of the rank; None: only this one.
 
@@ -54,7 +54,7 @@ class ServerPool:
 
     config: InferenceConfig
     rank: int
-    client: CompletionClient
+    model_servers: ModelServers
     shutdown: Shutdown = field(default_factory=Shutdown)
     models: RankModels | None = None
     supervisors: list[ServerSupervisor] = field(default_factory=list)
@@ -80,7 +80,9 @@ class ServerPool:
             kept = None
             try:
                 for index, server in enumerate(servers):
-                    supervisor = ServerSupervisor(self.config, self.rank, index, server, self.client, self.shutdown)
+                    supervisor = ServerSupervisor(
+                        self.config, self.rank, index, server, self.model_servers, self.shutdown
+                    )
                     self.supervisors.append(supervisor)
                 if self._head is not None:
                     self._head.on_worker_death = self.supervisors[0].mark_dead
@@ -111,7 +113,7 @@ class ServerPool:
         try:
             await self._run_all(supervise(supervisor) for supervisor in self.supervisors)
         except ServerDied as error:
-            self.client.router.fail(str(error))
+            self.model_servers.router.fail(str(error))
             raise
 
     async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
@@ -144,13 +146,13 @@ class ServerPool:
     async def _end(self, servers: list[InferenceServer], settings: Settings | None) -> None:
         """``settings``: with which the next rank may have them; None: it may not."""
         if self.restarts:
-            resent = self.client.stats.resent
+            resent = self.model_servers.resent
             line = f"Servers were restarted {self.restarts} times, and {resent} requests were sent again."
             logger.info(self.config.said + line)
         for supervisor in self.supervisors:
-            self.client.router.mark_dead(supervisor.target, "the run ends")
+            self.model_servers.router.mark_dead(supervisor.target, "the run ends")
         if settings is not None and keep(ServerSet(settings, self.rank, servers, self.config.name)):
-            await asyncio.gather(*(self.client.disconnect(supervisor.target) for supervisor in self.supervisors))
+            await asyncio.gather(*(self.model_servers.disconnect(supervisor.target) for supervisor in self.supervisors))
             return
         try:
             await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
@@ -203,11 +205,11 @@ class ServerSupervisor:
     rank: int
     index: int
     server: InferenceServer
-    client: CompletionClient
+    model_servers: ModelServers
     shutdown: Shutdown
 
     def __post_init__(self) -> None:
-        self.target = self.client.add(self.probe)
+        self.target = self.model_servers.add(self.probe)
         self.restarts = 0
         which = f"Server {self.index}" if self.config.replicas > 1 else "The server"
         self._name = f"{self.config.said}{which} of rank {self.rank}"
@@ -226,14 +228,14 @@ class ServerSupervisor:
             await self.server.start()
             self._tell("ready")
         self._death_cause = asyncio.get_running_loop().create_future()
-        self.client.mark_up(self.target, self.server.url, self.server.api_key)
+        self.model_servers.mark_up(self.target, self.server.url, self.server.api_key)
 
     def _tell(self, what: str, why: str = "") -> None:
         url = self.server.url if what in ("ready", "reused") else None
-        self.client.on_server(what, self.config.server_name(self.index), url, why.partition("\n")[0])
+        self.model_servers.tell(what, self.config.server_name(self.index), url, why.partition("\n")[0])
 
     async def stop(self) -> None:
-        await self.client.disconnect(self.target)
+        await self.model_servers.disconnect(self.target)
         with self.shutdown.closing():
             is_late = self.shutdown.is_fast or self.shutdown.late  # no time is left for it to stop by itself
             await (self.server.kill() if is_late else self.server.stop())
@@ -247,7 +249,7 @@ class ServerSupervisor:
         while True:
             cause = await self._until_death()
             self._tell("death", cause)
-            await self.client.disconnect(self.target)
+            await self.model_servers.disconnect(self.target)
             if self.shutdown.is_stopping:
                 # A cluster signals the server, too, so it may end before we do.
                 logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
@@ -261,7 +263,7 @@ class ServerSupervisor:
         self._watching = True
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
         if self.config.max_concurrent_generations == "auto":
-            router = self.client.router
+            router = self.model_servers.router
             watchers.append(adapt_admission(self._name, self.target, router, self._metrics, Admission()))
         tasks = [asyncio.create_task(watcher) for watcher in watchers]
         waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
@@ -280,7 +282,7 @@ class ServerSupervisor:
 
     def mark_dead(self, cause: str) -> None:
         if not self._death_cause.done():
-            self._death = self.client.router.mark_dead(self.target, cause.partition("\n")[0])
+            self._death = self.model_servers.router.mark_dead(self.target, cause.partition("\n")[0])
             self._death_cause.set_result(cause)
 
     async def _restart(self, cause: str) -> None:

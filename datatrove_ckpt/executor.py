@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import chdir, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -29,13 +29,17 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
+from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.task_errors import task_of_many
+from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.worker import Work
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from datatrove_ckpt.runner import InferenceRunner
@@ -56,6 +60,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     Args:
         max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is
             given up. The other ranks go on.
+        ranks_at_once: with ``workers=1``, how many ranks may run at one time, over the same servers: while the last
+            answers of a rank are waited for, the next rank starts. Rollouts of several ranks then share this process.
     """
 
     pipeline: list[PipelineStep]
@@ -74,13 +80,17 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         local_rank_offset: int = 0,
         randomize_start_duration: int = 0,
         max_rank_attempts: int = 2,
+        ranks_at_once: int = 1,
     ) -> None:
         given = dict(locals())  # a debugger adds to the other one
-        own = ("self", "__class__", "max_rank_attempts")
+        own = ("self", "__class__", "max_rank_attempts", "ranks_at_once")
         super().__init__(**{name: value for name, value in given.items() if name not in own})
         self.max_rank_attempts = max_rank_attempts
         if max_rank_attempts < 1:
             raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")
+        self.ranks_at_once = ranks_at_once
+        if ranks_at_once < 1:
+            raise ConfigError(f"ranks_at_once: must be at least 1; it is {ranks_at_once}.")
         if start_method not in multiprocess.get_all_start_methods():
             allowed = ", ".join(multiprocess.get_all_start_methods())
             raise ConfigError(f"start_method: {start_method!r} is not one of {allowed}.")
@@ -140,7 +150,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if len(ranks) < len(local):
             logger.info(f"{len(local) - len(ranks)} of {plural_is(len(local), 'task')} complete already.")
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
-        results = self._here if self.workers == 1 else self._in_workers
+        results = self._in_workers
+        if self.workers == 1:
+            results = self._at_once if self._may_overlap else self._here
         with self._screen(len(local), len(local) - len(ranks), stats) as screen:
             for done, result in enumerate(results(ranks, screen), len(local) - len(ranks) + 1):
                 if screen is None:  # it counts them
@@ -216,6 +228,46 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         finally:
             self.pipeline = pipeline
             _close_servers()
+
+    @property
+    def _may_overlap(self) -> bool:
+        """Servers on several nodes belong to one rank."""
+        has_runner = any(isinstance(step, InferenceRunner) for step in self.pipeline)
+        return self.ranks_at_once > 1 and has_runner and Nodes.from_environment().count == 1
+
+    def _at_once(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
+        from datatrove_ckpt.inference.servers.host import ServerHost
+
+        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        signals = dict.fromkeys(name for runner in runners for name in runner.drain_signals)
+        kept = [runner.drain_seconds for runner in runners if runner.checkpoints_local_dir is not None]
+        notice = next((runner.preemption_notice for runner in runners if runner.preemption_notice), None)
+        preemption = Preemption(list(signals), max(kept, default=0.0), notice)
+        results = []
+
+        def done(rank: int, stats: PipelineStats) -> None:
+            results.append(stats)
+            if screen is not None:
+                screen.complete(rank)
+
+        def make_servers() -> ServerHost:
+            return ServerHost(preemption.shutdown)
+
+        # A step that changes the folder of the process must not move those of other ranks for longer than it runs.
+        with gc_tuned(), chdir("."), task_of_many(True), log_of_many(), preemption:
+            RankThreads(self.ranks_at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
+        yield from results
+
+    def _run_apart(self, rank: int) -> PipelineStats:
+        """Runs one rank with steps of its own, in a thread."""
+        executor = copy(self)
+        executor.pipeline = deepcopy(self.pipeline)
+        try:
+            return executor._run_for_rank(rank)
+        except SystemExit as exit:
+            raise UnexpectedExit(
+                f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
+            ) from exit
 
     def _in_workers(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         context = multiprocess.get_context(self.start_method)

@@ -9,7 +9,7 @@ import asyncio
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharde
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
@@ -38,10 +39,12 @@ from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
-from datatrove_ckpt.generation.scheduler import Scheduler
+from datatrove_ckpt.generation.scheduler import Scheduler, Served
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
+from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.connect import check_servers, connect
+from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.inference.servers.warm import RankModels, one_rank
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
@@ -198,6 +201,16 @@ class _Run:
             output.finish()
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
 
+    def _connect(
+        self, config: InferenceConfig, rank: int, progress: RankReporter, models: RankModels
+    ) -> AbstractAsyncContextManager[Served]:
+        shutdown, waits = self.preemption.shutdown, progress.of(config).waits
+        host = host_loop()
+        if host is None or not isinstance(host.servers, ServerHost):
+            return connect(config, rank, shutdown, progress.server, models, waits)
+        sender = Sender(shutdown, host.order, progress.server)
+        return host.servers.lend(config, [*self.step.models.values()], rank, sender, waits)
+
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames
     ) -> None:
@@ -216,9 +229,7 @@ class _Run:
                     rollout_fn=bind_shared(step.rollout_fn, shared),
                     configs=step.models,
                     checkpoint=checkpoint,
-                    connect=lambda config: connect(
-                        config, rank, preemption.shutdown, progress.server, models, progress.of(config).waits
-                    ),
+                    connect=lambda config: self._connect(config, rank, progress, models),
                     observer=progress,
                     metadata_key=step.metadata_key,
                     failures=failures,

@@ -39,6 +39,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
+from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
@@ -200,6 +201,9 @@ class Scheduler:
             # All waits are inside this block: an error that ends one must abort before any document is cancelled.
             try:
                 await self._admit_all(documents)
+                host = host_loop()
+                if host is not None:
+                    host.has_admitted = True
                 await self._idle.wait()
             except BaseException:
                 self.shutdown.abort()

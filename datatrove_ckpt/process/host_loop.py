@@ -1,4 +1,4 @@
-"""A rank inside an event loop that runs already: ``await runner.run_async(data)``.
+"""A rank inside an event loop that runs already: ``await runner.run_async(data)``, or one of several ranks at once.
 
 What blocks (the checkpoint, output files, the end of the run) runs in a thread of its own, which is all that
 ``InferenceRunner.run`` needs. Rollouts, requests and servers run on the caller's loop, so a rollout may use what
@@ -15,7 +15,8 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -27,14 +28,35 @@ _Result = TypeVar("_Result")
 class HostLoop:
     """The caller's event loop, for one rank.
 
+    Args:
+        loop: the caller's.
+        servers: of all ranks that share the loop; None: the rank has servers of its own.
+        order: among those ranks: requests of the lowest one go first.
+        rank: the rank, if several share the loop. Who runs them looks at the time limit and at notices for all.
+
     Attributes:
-        cancellations: how often the caller has cancelled ``run_async``.
+        cancellations: how often the caller has cancelled the rank.
+        has_admitted: the rank has handed out all its documents.
+        save: returns when everything that the rank has handed over is on the disk.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        servers: object = None,
+        order: int = 0,
+        rank: int | None = None,
+    ) -> None:
+        self.servers = servers
+        self.order = order
+        self.rank = rank
         self.cancellations = 0
+        self.has_admitted = False
+        self.save: Callable[[], None] | None = None
         self._loop = loop
+        self._cause = _CAUSE
         self._shutdown: Shutdown | None = None
+        self._is_fast = False
 
     def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs this on the caller's loop, and waits for it in this thread.
@@ -46,26 +68,43 @@ class HostLoop:
             return asyncio.run_coroutine_threadsafe(main, self._loop).result()
         except concurrent.futures.CancelledError:
             assert self._shutdown is not None
-            self._shutdown.request(_CAUSE)
+            self._shutdown.request(self._cause)
             self._shutdown.fast_stop()
             self._shutdown.raise_preempted()
 
     def attach(self, shutdown: Shutdown) -> None:
-        """``shutdown`` is the rank's."""
+        """``shutdown`` is that of the rank, or of its next step."""
         shutdown.hurried_by = "a second cancellation"
         self._shutdown = shutdown
+        self.has_admitted = False
         self._pass_on()
+
+    @contextmanager
+    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+        """In this block the rank has something to save."""
+        self.save = save
+        try:
+            yield
+        finally:
+            self.save = None
 
     def cancel(self) -> None:
         """The rank drains, and ends. A second call ends the drain. On the caller's loop."""
         self.cancellations += 1
+        self._is_fast = self.cancellations > 1 or (self._shutdown is not None and self._shutdown.is_stopping)
+        self._pass_on()
+
+    def stop(self, cause: str, is_fast: bool) -> None:
+        """The same for another reason. In any thread, or in a signal handler."""
+        self._cause = cause
+        self.cancellations = max(1, self.cancellations)
+        self._is_fast = is_fast
         self._pass_on()
 
     def _pass_on(self) -> None:
         if self._shutdown is not None and self.cancellations:
-            is_second = self._shutdown.is_stopping
-            self._shutdown.request(_CAUSE)
-            if is_second or self.cancellations > 1:
+            self._shutdown.request(self._cause)
+            if self._is_fast:
                 self._shutdown.fast_stop()
 
 
@@ -77,18 +116,19 @@ def host_loop() -> HostLoop | None:
     return _host.get()
 
 
-async def run_hosted(run: Callable[[], None], name: str) -> None:
+async def run_hosted(run: Callable[[], None], name: str, host: HostLoop | None = None) -> None:
     """Calls ``run`` in a thread, which uses the running loop as its event loop. Returns when it has ended.
 
     Args:
         name: of the thread.
+        host: the running loop; None: it has this rank alone.
 
     Raises:
         asyncio.CancelledError: the caller was cancelled, and ``run`` has ended since.
         BaseException: what ``run`` raises.
     """
     loop = asyncio.get_running_loop()
-    host = HostLoop(loop)
+    host = host or HostLoop(loop)
     ended: asyncio.Future[BaseException | None] = loop.create_future()
     context = contextvars.copy_context()
     context.run(_host.set, host)

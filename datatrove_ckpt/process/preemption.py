@@ -429,13 +429,15 @@ class Preemption:
         self._interruptible = False
         self._pid = os.getpid()
         self._is_pool_worker = is_pool_worker()
+        host = host_loop()
+        self._is_one_of_many = host is not None and host.rank is not None
 
     # set the handlers, restore them, raise again ------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
             host.attach(self.shutdown)
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() and not self._is_one_of_many:
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
         for name in self._names if threading.current_thread() is threading.main_thread() else ():
             number = signal.Signals[name]
@@ -444,7 +446,7 @@ class Preemption:
             if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
                 self._previous[number] = usual_handler(signal.signal(number, self._receive))
         self.shutdown.handles_interrupt = signal.SIGINT in self._previous
-        if self._setting is not None:
+        if self._setting is not None and not self._is_one_of_many:
             self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
         return self
 
@@ -526,8 +528,10 @@ class Preemption:
         Args:
             save: returns when everything that was handed over is on the disk.
         """
-        if host_loop() is not None:  # the loop and the process are not ours to end
-            yield
+        host = host_loop()
+        if host is not None:  # the loop and the process are not ours to end
+            with host.saving(save):
+                yield
             return
         watch = LoopWatch(self.shutdown, save, self._hand_on)
         with self.shutdown.calling(watch.start), closing(watch):
@@ -551,7 +555,7 @@ class Preemption:
     async def watch_time_limit(self) -> None:
         """Requests a stop early enough before Slurm ends the job."""
         end = await slurm_deadline()
-        if end is None:
+        if end is None or self._is_one_of_many:
             return
         await asyncio.sleep(stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time())
         self._stop_for_time_limit()
@@ -562,7 +566,7 @@ class Preemption:
         Raises:
             Preempted: the time is up.
         """
-        if is_time_up(self.shutdown.drain_seconds + _MARGIN_SECONDS):
+        if not self._is_one_of_many and is_time_up(self.shutdown.drain_seconds + _MARGIN_SECONDS):
             self._stop_for_time_limit()
             logger.warning(f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it.")
             self.shutdown.raise_preempted()

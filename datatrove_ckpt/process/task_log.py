@@ -1,24 +1,80 @@
-"""Makes datatrove append to a task's log. It would truncate the log of a living rank that is started a second time.
+"""The log files of tasks: datatrove's, with two differences.
+
+A task appends to its log. datatrove would truncate that of a living rank that is started a second time.
+
+Of several ranks at once in this process, each has a log of its own: datatrove would remove all others. What a thread
+writes that belongs to none of them is in the logs of all.
 
 Imported with ``InferenceRunner``, and so by every process that unpickles an executor with such a step.
 """
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TextIO
+from typing import Any, TextIO
 
 from datatrove.executor import base
 from datatrove.io import DataFolder
+from loguru import logger
+
+from datatrove_ckpt.process.host_loop import host_loop
 
 _add_task_logger = base.add_task_logger
+_close_task_logger = base.close_task_logger
+_LINE = (
+    "{time:YYYY-MM-DD HH:mm:ss.SSS} | <level>{level: <8}</level> | {name}:{function}:{line} - <level>{message}</level>"
+)
+_sinks: dict[int, int] = {}
+"""By the ids of log files: the sinks of ranks that run at once."""
 
 
-def _append_to_log(folder: DataFolder, *rank: int, **node: int) -> TextIO:
+def _rank() -> int | None:
+    """Of the thread or task that asks, if several ranks run at once."""
+    host = host_loop()
+    return None if host is None else host.rank
+
+
+def _is_of(rank: int) -> Callable[[Any], bool]:
+    return lambda record: _rank() in (rank, None)
+
+
+def _add(folder: DataFolder, rank: int, local_rank: int = 0, node_rank: int = -1) -> TextIO:
     def append(path: str, mode: str) -> TextIO:
         return folder.open(path, "a" if folder.is_local() else mode)  # type: ignore[no-any-return]
 
-    return _add_task_logger(SimpleNamespace(open=append), *rank, **node)  # type: ignore[no-any-return]
+    if _rank() is None:
+        return _add_task_logger(  # type: ignore[no-any-return]
+            SimpleNamespace(open=append), rank, local_rank, node_rank=node_rank
+        )
+    file = append(f"logs/task_{rank:05d}.log", "w")
+    _sinks[id(file)] = logger.add(file, level="DEBUG", format=_LINE, filter=_is_of(rank))
+    logger.info(f"Launching pipeline for {rank=}")
+    return file
 
 
-base.add_task_logger = _append_to_log
+def _close(file: TextIO) -> None:
+    sink = _sinks.pop(id(file), None)
+    if sink is None:
+        _close_task_logger(file)
+        return
+    logger.remove(sink)
+    file.close()
+
+
+@contextmanager
+def log_of_many() -> Iterator[None]:
+    """In this block the terminal shows of several ranks what it shows of one."""
+    logger.remove()
+    logger.add(sys.stderr, level="INFO", format=_LINE)
+    try:
+        yield
+    finally:
+        _close_task_logger(io.StringIO())
+
+
+base.add_task_logger = _add
+base.close_task_logger = _close

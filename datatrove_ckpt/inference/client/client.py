@@ -391,6 +391,10 @@ class CompletionClient:
         self._router.senders.append(self.sender)
         self._sleep = sleep
 
+    def leave(self) -> None:
+        """The rank sends nothing more."""
+        self._router.senders.remove(self.sender)
+
     @property
     def waiting(self) -> int:
         """Requests of the rank that wait for a server, or for their next attempt."""

@@ -313,9 +313,11 @@ class RankModels:
 
     Args:
         configs: of all models of the rank, in their order.
+        keeps: the servers may be those of the rank before, and go on to the next one.
     """
 
-    def __init__(self, configs: Sequence[InferenceConfig], rank: int) -> None:
+    def __init__(self, configs: Sequence[InferenceConfig], rank: int, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._configs = [config for config in configs if config.server_type != "endpoint"]
         self._rank = rank
         self._lock = asyncio.Lock()
@@ -352,7 +354,7 @@ class RankModels:
         return await lease_gpus(self._configs, self._warm)
 
     def _settings_of(self, config: InferenceConfig) -> Settings | None:
-        if Nodes.from_environment().count > 1 or not config.reuse_servers:
+        if Nodes.from_environment().count > 1 or not config.reuse_servers or not self._keeps:
             return None
         # Without locks each model has its place among the GPUs, which the models before it decide.
         before = takewhile(lambda one: one is not config, self._configs)

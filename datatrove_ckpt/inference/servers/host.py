@@ -1,0 +1,99 @@
+"""The servers of a process, for all its ranks that run at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
+from datatrove_ckpt.inference.client.routing import Sender
+from datatrove_ckpt.inference.servers.connect import Watch, running
+from datatrove_ckpt.inference.servers.warm import RankModels
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+
+
+@dataclass
+class _Running:
+    """The servers of one model. ``ready``: gets what raises when none is left."""
+
+    servers: ModelServers
+    ready: asyncio.Future[Watch]
+    serving: asyncio.Task[None] = field(init=False)
+
+
+class ServerHost:
+    """Starts the servers of a model when the first rank needs them, and stops all at its end.
+
+    Args:
+        shutdown: of the process.
+    """
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        self._shutdown = shutdown
+        self._running: dict[str, _Running] = {}
+        self._models: RankModels | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether servers could take more requests than there are."""
+        routers = [one.servers.router for one in self._running.values()]
+        return any(router.in_flight < router.capacity and not router.waiting for router in routers)
+
+    @asynccontextmanager
+    async def lend(
+        self,
+        config: InferenceConfig,
+        configs: Sequence[InferenceConfig],
+        rank: int,
+        sender: Sender,
+        on_outage: Callable[[Outage], None],
+    ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
+        """A rank's client of the servers of one model: see ``connect``.
+
+        Args:
+            configs: of all models of the rank.
+        """
+        one = self._running.get(config.name)
+        is_first = one is None
+        if one is None:
+            one = _Running(ModelServers(config), asyncio.get_running_loop().create_future())
+            self._running[config.name] = one
+        client = CompletionClient(one.servers, sender)
+        if is_first:
+            one.serving = asyncio.create_task(self._serve(one, configs, rank, on_outage))
+        try:
+            watch = await asyncio.shield(one.ready)
+            if not is_first and sender.on_server is not None:
+                for index, target in enumerate(one.servers.router.targets):
+                    sender.on_server("reused", config.server_name(index), str(target.url), "")
+            yield client, watch
+        finally:
+            client.leave()
+
+    async def _serve(
+        self, one: _Running, configs: Sequence[InferenceConfig], rank: int, on_outage: Callable[[Outage], None]
+    ) -> None:
+        config = one.servers.config
+        if self._models is None:
+            self._models = RankModels(configs, rank, keeps=False)
+        try:
+            async with running(one.servers, rank, self._shutdown, self._models, on_outage) as watch:
+                one.ready.set_result(watch)
+                await wait_until_cancelled()
+        except Exception as error:
+            del self._running[config.name]
+            if one.ready.done():
+                raise
+            one.ready.set_exception(error)
+
+    async def close(self) -> None:
+        """Stops all servers. Returns when they have ended."""
+        tasks = [one.serving for one in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._models is not None:
+            self._models.close()

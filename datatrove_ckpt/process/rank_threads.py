@@ -1,0 +1,151 @@
+"""Several ranks of one process at once, over one event loop and one set of servers.
+
+The end of a rank waits for its last answer, and long answers need minutes. Meanwhile the servers would have hardly any
+requests. So the next rank starts before that:
+
+    a rank starts    when each rank that runs has handed out all its documents, and for a second the servers could have
+                     taken more requests than there are
+    first            go the requests of the rank that started first
+    a failure        drains the rank. No rank starts any more; the others drain, too
+    a signal         drains all ranks. This process's own handlers are called once all have ended
+
+The loop runs in the main thread, as that of a single rank does, and what blocks runs in a thread for each rank: see
+``host_loop.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol, TypeVar
+
+from loguru import logger
+
+from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.host_loop import HostLoop, run_hosted
+from datatrove_ckpt.process.preemption import Preemption
+
+_LOOK = 0.25  # seconds between two looks whether a rank may start
+_LOOKS = 4  # in a row that must find free places
+_FAILED = "the failure of another rank"
+_Result = TypeVar("_Result")
+
+
+class Servers(Protocol):
+    """The servers that the ranks share."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether they could take more requests than there are."""
+
+    async def close(self) -> None: ...
+
+
+class RankThreads:
+    """Runs ranks in threads of this process.
+
+    Args:
+        at_once: how many may run at one time.
+        preemption: of the process.
+        make_servers: called on the event loop.
+        run: runs one rank, in a thread.
+        done: gets each rank that has ended well, with what ``run`` returned. On the event loop.
+    """
+
+    def __init__(
+        self,
+        at_once: int,
+        preemption: Preemption,
+        make_servers: Callable[[], Servers],
+        run: Callable[[int], _Result],
+        done: Callable[[int, _Result], None],
+    ) -> None:
+        self._at_once = at_once
+        self._preemption = preemption
+        self._make_servers = make_servers
+        self._run = run
+        self._done = done
+        self._hosts: list[HostLoop] = []
+        self._failure: BaseException | None = None
+
+    def work_through(self, ranks: Iterable[int]) -> None:
+        """Returns when all of them have ended.
+
+        Raises:
+            BaseException: of the rank that failed first. All others have drained.
+        """
+        shutdown = self._preemption.shutdown
+        with shutdown.calling(self._stop), self._preemption.watched(self._save):
+            event_loop.run(self._work_through(ranks))
+        if self._failure is not None:
+            raise self._failure
+        shutdown.check()
+
+    async def _work_through(self, ranks: Iterable[int]) -> None:
+        servers = self._make_servers()
+        time_limit = asyncio.create_task(self._preemption.watch_time_limit())
+        running: set[asyncio.Task[None]] = set()
+        try:
+            for order, rank in enumerate(ranks):
+                await self._until_room(running, servers)
+                if self._ends:
+                    break
+                host = HostLoop(asyncio.get_running_loop(), servers, order, rank)
+                self._hosts.append(host)
+                running.add(asyncio.create_task(self._work(rank, host)))
+            if running:
+                await asyncio.wait(running)
+        finally:
+            time_limit.cancel()
+            await asyncio.gather(time_limit, return_exceptions=True)
+            await servers.close()
+
+    @property
+    def _ends(self) -> bool:
+        return self._failure is not None or self._preemption.shutdown.is_requested
+
+    async def _until_room(self, running: set[asyncio.Task[None]], servers: Servers) -> None:
+        """Returns once another rank may start, or none any more."""
+        looks = 0
+        while running and looks < _LOOKS and not self._ends:
+            ended, _ = await asyncio.wait(running, timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
+            running -= ended
+            is_free = len(running) < self._at_once and servers.has_room
+            is_free = is_free and all(host.has_admitted for host in self._hosts)
+            looks = looks + 1 if is_free else 0
+
+    async def _work(self, rank: int, host: HostLoop) -> None:
+        results: list[_Result] = []
+        try:
+            await run_hosted(partial(self._run_into, results, rank), f"rank {rank}", host)
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = error
+                self._stop()
+        else:
+            self._done(rank, results[0])
+        finally:
+            self._hosts.remove(host)
+
+    def _run_into(self, results: list[_Result], rank: int) -> None:
+        results.append(self._run(rank))
+
+    def _stop(self) -> None:
+        """Something has changed, perhaps in a signal handler."""
+        shutdown = self._preemption.shutdown
+        cause = shutdown.cause
+        if self._failure is not None:
+            cause = cause or _FAILED
+        if cause:
+            for host in list(self._hosts):
+                host.stop(cause, shutdown.is_fast)
+
+    def _save(self) -> None:
+        """What all ranks have handed over gets onto the disk. In any thread."""
+        for host in list(self._hosts):
+            if host.save is not None:
+                try:
+                    host.save()
+                except Exception as error:
+                    logger.error(f"A part of the work could not be saved: {error}")

@@ -32,7 +32,7 @@ from tests.jobs import documents, runner, the_first_last, writer
 from tests.mirrors import known_ordinals
 from tests.power_loss import PowerLossDisk
 
-pytestmark = pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+pytestmark = pytest.mark.usefixtures("code_described_once")
 
 # Those that change what a file holds or is called. A kill before a sync leaves what one before the next effect leaves.
 OF_FILES = ("create", "write", "rename", "link", "truncate", "remove", "commit")

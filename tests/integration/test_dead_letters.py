@@ -204,7 +204,7 @@ def test_dead_letters_need_a_checkpoint(tmp_path: Path, server: FakeServer) -> N
 
 
 @pytest.mark.matrix
-@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+@pytest.mark.usefixtures("code_described_once")
 @pytest.mark.parametrize("retrying", [False, True])
 def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
     ram: Path, server: FakeServer, retrying: bool

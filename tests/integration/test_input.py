@@ -366,12 +366,11 @@ def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path, server: 
     assert before["skipped"] == [1, 0]
 
 
-@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+@pytest.mark.usefixtures("code_described_once")
 def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two chunks, the first is committed before the record is written, the second after that.
 
-    The effects of threads then come in one order: where the record stands in it, each attempt has it, and crashes hit
-    it. Else it may move from behind the next crash point to before it, unseen.
+    The effects of threads then come in one order, and crashes hit the record between the two commits.
     """
     folder = ram / "job"
     (folder / "documents").mkdir(parents=True)

@@ -339,7 +339,7 @@ def test_an_input_that_grew_at_its_end_is_continued(folder: Path, server: FakeSe
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("counted", [("rename",), EFFECTS], ids=["some", "all"])
-@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+@pytest.mark.usefixtures("code_described_once")
 def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(
     folder: Path, server: FakeServer, counted: tuple[str, ...]
 ) -> None:

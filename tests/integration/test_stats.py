@@ -122,7 +122,6 @@ def rejects_some(payload: dict[str, Any], times: int) -> int | None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")], ids=len)
-@pytest.mark.usefixtures("names_follow_lives")
 def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(
     ram: Path, counted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,11 +48,17 @@ class CopyingDisk(CrashingDisk):
     def keep(self) -> None:
         shutil.copytree(self._folder, self._copies / str(len(self.points)))
 
-    def left(self, point: int) -> Iterator[str]:
-        """``survivors`` of a crash at a point, once."""
+    def put_back(self, point: int) -> Iterator[str]:
+        """``survivors`` of a crash at the point with this number, once."""
         shutil.rmtree(self._folder)
         (self._copies / str(point)).rename(self._folder)
         yield "killed"
+
+    def left(self) -> Iterator[tuple[int, str]]:
+        """Puts each folder that a crash may leave behind in place. Yields the number of its point, and its name."""
+        for number, point in enumerate(self.points):
+            for survivor in self.put_back(number):
+                yield number, f"{point} ({survivor})"
 
 
 class CopyingPowerLossDisk(CopyingDisk, PowerLossDisk):
@@ -71,7 +77,7 @@ class CopyingPowerLossDisk(CopyingDisk, PowerLossDisk):
         self._look()
         self._kept.append(copy.deepcopy((self._now, self._durable)))
 
-    def left(self, point: int) -> Iterator[str]:
+    def put_back(self, point: int) -> Iterator[str]:
         self._now, self._durable = self._kept[point]
         return self.survivors()
 
@@ -106,12 +112,11 @@ def assert_same_output_after_every_crash(
             run(folder)
         assert_equal(folder / "output", expected, crashes)
         report.points += [] if crashes else disk.points
-        for number, point in enumerate(disk.points):
+        for number, crash in disk.left():
             further = 0 if number % max(recoveries, 1) else depth - 1
-            for survivor in disk.left(number):
-                if report.is_new(folder, further):
-                    after_crash(folder)
-                    resume([*crashes, f"{point} ({survivor})"], further)
+            if report.is_new(folder, further):
+                after_crash(folder)
+                resume([*crashes, crash], further)
 
     copy_tree(fresh, folder)
     # No time passes: else no two folders would be equal.

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -27,11 +26,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
 
 from datatrove_ckpt import retrying
-from datatrove_ckpt.checkpoint import files, identity
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
-from datatrove_ckpt.output import targets
 from datatrove_ckpt.testing import FakeServer
 from tests import forked
 from tests.commands import Command, Printed
@@ -256,21 +253,6 @@ def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return known[key][2]
 
     monkeypatch.setattr("datatrove_ckpt.generation.step.code_identity", code_identity)
-
-
-@pytest.fixture
-def names_follow_lives(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt's name follows from how many attempts left traces in ``job`` before it, not from chance.
-
-    Crashes then leave folders that are equal, which are tried once: a tenth of those that chance tells apart.
-    """
-
-    def token_hex(size: int) -> str:
-        owners = [read_run(path)["owner"]["fence"] for path in (ram / "job").glob("checkpoints/**/run.json")]
-        return f"{sum(owners) + 1:0{2 * size}x}"
-
-    for module in (identity, targets):
-        monkeypatch.setattr(module, "secrets", types.SimpleNamespace(token_hex=token_hex))
 
 
 @pytest.fixture

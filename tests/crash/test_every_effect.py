@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -24,15 +23,16 @@ from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck
 from datatrove_ckpt.output.targets import LocalTarget
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
-from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, copy_tree, disk_in_place
+from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.testing.disks import EFFECTS, copy_tree, disk_in_place
+from tests.crash_points import CopyingDisk, CopyingPowerLossDisk, assert_same_output_after_every_crash
 from tests.disk_errors import assert_same_output_after_disk_errors
 from tests.histories import read_history
 from tests.jobs import documents, runner, the_first_last, writer
 from tests.mirrors import known_ordinals
 from tests.power_loss import PowerLossDisk
 
-pytestmark = pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+pytestmark = pytest.mark.usefixtures("code_described_once")
 
 # Those that change what a file holds or is called. A kill before a sync leaves what one before the next effect leaves.
 OF_FILES = ("create", "write", "rename", "link", "truncate", "remove", "commit")
@@ -111,7 +111,9 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
     with FakeServer() as server:
         attempt = out_of_order(server, number)
         assert_out_of_order(attempt, folder)
-        report = assert_same_output_after_crash(attempt, folder, torn=torn, counted=counted, recoveries=recoveries)
+        report = assert_same_output_after_every_crash(
+            attempt, folder, torn=torn, counted=counted, recoveries=recoveries
+        )
     print(report)
     # The proof must cover each step of the commit order.
     for step in (
@@ -144,8 +146,8 @@ def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder: Path, ol
             if older:
                 (folder / "checkpoints" / "job.json").unlink(missing_ok=True)
 
-        report = assert_same_output_after_crash(
-            attempt, folder, recoveries=False, torn=True, after_crash=after_crash, counted=OF_FILES
+        report = assert_same_output_after_every_crash(
+            attempt, folder, torn=True, after_crash=after_crash, counted=OF_FILES
         )
     assert "rename job.json" in report.points
 
@@ -163,7 +165,7 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> 
         def after_crash(folder: Path) -> None:
             kept.update(answered(folder))
 
-        assert_same_output_after_crash(attempt, folder, recoveries=False, after_crash=after_crash, counted=OF_FILES)
+        assert_same_output_after_every_crash(attempt, folder, after_crash=after_crash, counted=OF_FILES)
 
 
 @pytest.mark.matrix
@@ -180,7 +182,7 @@ def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(fol
                     document.metadata["c"] = value
             runner(folder, server, output_writer=output).run(given)
 
-        assert_same_output_after_crash(attempt, folder, recoveries=False, torn=True, counted=OF_FILES)
+        assert_same_output_after_every_crash(attempt, folder, torn=True, counted=OF_FILES)
 
 
 @pytest.mark.timeout(1200)
@@ -199,7 +201,9 @@ def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, num
         attempt = out_of_order(server, number)
         if number > 1:
             assert_out_of_order(attempt, folder)
-        report = assert_same_output_after_crash(attempt, folder, disk_type=PowerLossDisk, recoveries=recoveries)
+        report = assert_same_output_after_every_crash(
+            attempt, folder, disk_type=CopyingPowerLossDisk, recoveries=recoveries, counted=EFFECTS
+        )
     print(report)
 
 
@@ -234,9 +238,9 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
 
 @pytest.mark.timeout(600)
 @pytest.mark.matrix
-@pytest.mark.parametrize("disk_type", [CrashingDisk, PowerLossDisk], ids=["killed", "power loss"])
+@pytest.mark.parametrize("disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"])
 def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, disk_type: type[CrashingDisk]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, disk_type: type[CopyingDisk]
 ) -> None:
     """No line that was synced is lost but those that are left out on purpose, and no torn line stays."""
     monkeypatch.setattr(history_log, "MAX_BYTES", 800)
@@ -257,12 +261,11 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
             # After power loss, a part of the last line may be there; the next attempt cuts it off.
             assert read_history(path).damaged == 0
 
-        report = assert_same_output_after_crash(
+        report = assert_same_output_after_every_crash(
             attempt,
             folder,
             torn=True,
             disk_type=disk_type,
-            recoveries=False,
             after_crash=after_crash,
             counted=("write", "rename", "truncate"),
         )
@@ -274,7 +277,7 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
 # -------------------------------------------------------------------------------------------------------------------
 
 
-def prove(folder: Path, disk_type: type[CrashingDisk] = CrashingDisk, counted: tuple[str, ...] = EFFECTS) -> None:
+def prove(folder: Path, disk_type: type[CopyingDisk] = CopyingDisk, counted: tuple[str, ...] = EFFECTS) -> None:
     """A proof like those above. Where it must fail, crashes at some effects may be enough: then it fails sooner."""
     folder.mkdir(exist_ok=True)
     with FakeServer(delay=slow_start) as server:
@@ -282,7 +285,7 @@ def prove(folder: Path, disk_type: type[CrashingDisk] = CrashingDisk, counted: t
         def attempt(folder: Path) -> None:
             runner(folder, server).run(documents(3))
 
-        assert_same_output_after_crash(attempt, folder, recoveries=False, disk_type=disk_type, counted=counted)
+        assert_same_output_after_every_crash(attempt, folder, disk_type=disk_type, counted=counted)
 
 
 @pytest.mark.slow
@@ -346,30 +349,23 @@ def test_leaving_out_a_sync_of_the_output_is_noticed(
     with monkeypatch.context() as patched:
         patched.setattr(OutputCheck, "refuse_lost", lambda self, commits, found: None)
         with pytest.raises((AssertionError, OutputMismatch)):
-            prove(folder, disk_type=PowerLossDisk, counted=("remove", "commit"))
+            prove(folder, CopyingPowerLossDisk, counted=("remove", "commit"))
     with pytest.raises(OutputMismatch, match=r"is (truncated|missing)"):  # the next attempt looks, too
-        prove(folder.with_name("again"), PowerLossDisk, counted=("remove", "commit"))
+        prove(folder.with_name("again"), CopyingPowerLossDisk, counted=("remove", "commit"))
 
 
 def prove_commits_are_durable(folder: Path) -> int:
     """Checks that a chunk whose journal was deleted is committed in everything that may survive a power loss."""
-    fresh = folder.with_name("fresh")
-    copy_tree(folder, fresh)
     checked = 0
-    with FakeServer(delay=slow_start) as server:
-        for number in itertools.count():
-            copy_tree(fresh, folder)
-            disk = PowerLossDisk(number, folder)
-            with disk_in_place(disk):
-                runner(folder, server).run(documents(3))
-            if disk.crashed_at is None:
-                return checked
-            gone = {int(label[-11:-6]) for label in disk.happened if label.startswith("remove chunk_")}
-            for survivor in disk.survivors():
-                found = set(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
-                assert gone <= found, f"{number} {disk.crashed_at} {survivor}: lost a committed chunk"
-                checked += len(gone)
-    raise AssertionError
+    disk = CopyingPowerLossDisk(folder)
+    with FakeServer(delay=slow_start) as server, disk_in_place(disk):
+        runner(folder, server).run(documents(3))
+    for number, crash in disk.left():
+        gone = {int(label[-11:-6]) for label in disk.points[:number] if label.startswith("remove chunk_")}
+        found = set(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
+        assert gone <= found, f"{number} {crash}: lost a committed chunk"
+        checked += len(gone)
+    return checked
 
 
 def test_power_loss_never_costs_a_committed_chunk(folder: Path) -> None:

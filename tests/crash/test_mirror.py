@@ -26,6 +26,7 @@ from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import CrashReport
 from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS
 from tests.crash.test_every_effect import OF_FILES
+from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import documents, runner
 from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, up_to
 
@@ -107,9 +108,7 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
             after_crash(folder)
             known.update(in_newest_version(folder))
 
-        return assert_same_output_after_crash(
-            run, folder, recoveries=False, torn=torn, after_crash=note, counted=REMOTE_EFFECTS
-        )
+        return assert_same_output_after_every_crash(run, folder, torn=torn, after_crash=note, counted=REMOTE_EFFECTS)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +148,7 @@ def prove_restoring(folder: Path, server: FakeServer, after_crash: Any, counted:
         Job(folder).run(server)
         assert not known & server.asked, f"asked again for what a version holds: {known & server.asked}"
 
-    return assert_same_output_after_crash(
-        run, folder, recoveries=False, torn=True, after_crash=after_crash, counted=counted
-    )
+    return assert_same_output_after_every_crash(run, folder, torn=True, after_crash=after_crash, counted=counted)
 
 
 ALL = (*EFFECTS, *REMOTE_EFFECTS)

@@ -18,13 +18,13 @@ from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import PUBLISHING, STAGING
 from datatrove_ckpt.checkpoint.lines import read_shard, seal
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
-from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place, outputs
+from datatrove_ckpt.testing import FakeServer, disk_in_place, outputs
 from datatrove_ckpt.testing.disks import copy_tree
 from tests.commands import Printed
 from tests.crash.test_every_effect import OF_FILES
+from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
 from tests.jobs import STOPS_SOON, documents, runner
 from tests.mirrors import ONE_BY_ONE, ask_twice
-from tests.power_loss import PowerLossDisk
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -335,35 +335,32 @@ def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("disk_type", [CrashingDisk, pytest.param(PowerLossDisk, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("run_first", [False, True])
 def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
     half: Half,
     server: FakeServer,
     said: Said,
-    disk_type: type[CrashingDisk],
+    disk_type: type[CopyingDisk],
     run_first: bool,
 ) -> None:
     """``run_first``: the user runs before the repair is repeated; a run that finds the log damaged refuses it."""
-    for number in itertools.count():
-        lost(half.restore(finished=True), "the first line is lost")
-        disk = disk_type(number, half.job, counted=OF_FILES)
-        with disk_in_place(disk):
-            said("repair", half.job, code=None)
-        if disk.crashed_at is None:
-            break
-        for survivor in disk.survivors():
-            if run_first:
-                try:
-                    run(half.job, server)
-                except CheckpointCorrupt:
-                    said("verify", half.job, code=1)
-            said("repair", half.job)
-            run(half.job, server)
-            assert outputs(half.job / "output") == half.output
-            assert sorted(letter["ordinal"] for letter in dead(half.job)) == [1, 2], (disk.crashed_at, survivor)
-            said("verify", half.job, "--full")
-    assert number > 5
+    lost(half.restore(finished=True), "the first line is lost")
+    disk = disk_type(half.job, counted=OF_FILES)
+    with disk_in_place(disk):
+        said("repair", half.job)
+    assert len(disk.points) > 5
+    for _, crash in disk.left():
+        if run_first:
+            try:
+                run(half.job, server)
+            except CheckpointCorrupt:
+                said("verify", half.job, code=1)
+        said("repair", half.job)
+        run(half.job, server)
+        assert outputs(half.job / "output") == half.output
+        assert sorted(letter["ordinal"] for letter in dead(half.job)) == [1, 2], crash
+        said("verify", half.job, "--full")
 
 
 def removed_rank(folder: Path) -> None:
@@ -403,25 +400,25 @@ def rewritten_cache(folder: Path) -> None:
     ("damage", "effects"),
     [(rewritten_cache, {"rename replay.sqlite3"}), (removed_rank, {"remove 00000.txt"})],
 )
-@pytest.mark.parametrize("disk_type", [CrashingDisk, pytest.param(PowerLossDisk, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)])
 def test_a_start_that_meets_damage_may_crash_at_any_effect(
     half: Half,
     server: FakeServer,
     damage: Callable[[Path], None],
     effects: set[str],
-    disk_type: type[CrashingDisk],
+    disk_type: type[CopyingDisk],
 ) -> None:
-    seen: list[str] = []
-    for number in range(14):  # the start, and a few effects after it
-        damage(half.restore())
-        disk = disk_type(number, half.job)
-        with disk_in_place(disk):
-            run(half.job, server)
-        seen.append(str(disk.crashed_at).partition(".damaged")[0])
-        for survivor in disk.survivors():
-            run(half.job, server)
-            assert outputs(half.job / "output") == half.output, (seen[-1], survivor)
-            assert dead(half.job) == half.dead, (seen[-1], survivor)
-            damage_seen = list((half.job / RANK).glob("replay.sqlite3.damaged-*"))
-            assert len(damage_seen) <= 3
-    assert effects & set(seen), seen
+    damage(half.restore())
+    disk = disk_type(half.job)
+    with disk_in_place(disk):
+        run(half.job, server)
+    seen = {point.partition(".damaged")[0] for point in disk.points[:14]}  # the start, and a few effects after it
+    for number, crash in disk.left():
+        if number == 14:
+            break
+        run(half.job, server)
+        assert outputs(half.job / "output") == half.output, crash
+        assert dead(half.job) == half.dead, crash
+        damage_seen = list((half.job / RANK).glob("replay.sqlite3.damaged-*"))
+        assert len(damage_seen) <= 3
+    assert effects & seen

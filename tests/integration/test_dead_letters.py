@@ -16,9 +16,10 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import ConfigError, WorkerDied
 from datatrove_ckpt.executor import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
 from tests.crash.test_every_effect import OF_FILES
+from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -203,7 +204,7 @@ def test_dead_letters_need_a_checkpoint(tmp_path: Path, server: FakeServer) -> N
 
 
 @pytest.mark.matrix
-@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+@pytest.mark.usefixtures("code_described_once")
 @pytest.mark.parametrize("retrying", [False, True])
 def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
     ram: Path, server: FakeServer, retrying: bool
@@ -221,4 +222,4 @@ def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
             assert [letter["attempts"] for letter in letters(folder, "retry-00001")] == [2]
         assert [letter["ordinal"] for letter in letters(folder)] == [1]
 
-    assert_same_output_after_crash(attempt, folder, recoveries=False, torn=True, counted=OF_FILES)
+    assert_same_output_after_every_crash(attempt, folder, torn=True, counted=OF_FILES)

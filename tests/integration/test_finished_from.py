@@ -258,7 +258,7 @@ def test_what_has_no_result_is_named_once_before_the_first_request(job: Path, co
     assert "output, checkpoints has 9 finished documents in 4 files, which need no request" in err
     assert "not taken over: 3 documents without results under 'rollout_results': dropped, skipped" in err
     assert "the document 'id 5' is the first that it lacks, after 5 found" in err
-    assert err.index("not taken over") < err.index("403")
+    assert err.index("not taken over") < err.index("refused with 403")
 
 
 @pytest.mark.parametrize("cut", ["last_chunk", "line", "glued", "file"])

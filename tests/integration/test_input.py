@@ -20,16 +20,17 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt.checkpoint import files, storage
+from datatrove_ckpt.checkpoint import storage
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.publishing import Publisher
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.crash.test_every_effect import OF_FILES
+from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, rows, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -365,12 +366,11 @@ def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path, server: 
     assert before["skipped"] == [1, 0]
 
 
-@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+@pytest.mark.usefixtures("code_described_once")
 def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two chunks, the first is committed before the record is written, the second after that.
 
-    The effects of threads then come in one order: where the record stands in it, each attempt has it, and crashes hit
-    it. Else it may move from behind the next crash point to before it, unseen.
+    The effects of threads then come in one order, and crashes hit the record between the two commits.
     """
     folder = ram / "job"
     (folder / "documents").mkdir(parents=True)
@@ -380,16 +380,13 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path, monkeypatc
 
     async def last_once_committed(document: Document, generate: Any) -> Any:
         while document.id == "id 1" and not read_commits(rank / "commits.jsonl"):
-            await asyncio.sleep(0.001)  # an attempt that crashes meanwhile cancels this
+            await asyncio.sleep(0.001)
         return await ask(document, generate)
 
     def last_once_recorded(self: Publisher, chunk: Chunk, journal: ChunkJournal) -> Any:
-        while chunk.index == 1 and not (rank / "shard.json").exists() and not has_crashed():
+        while chunk.index == 1 and not (rank / "shard.json").exists():
             time.sleep(0.001)
         return publish(self, chunk, journal)
-
-    def has_crashed() -> bool:
-        return isinstance(files.disk, CrashingDisk) and files.disk.crashed_at is not None
 
     monkeypatch.setattr(Publisher, "_publish", last_once_recorded)
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
@@ -401,6 +398,6 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path, monkeypatc
             assert kept(folder)["skipped"][:2] == [1, 1]
             assert [file[0] for file in kept(folder)["readers"][0]["files"]] == ["a.jsonl"]
 
-        report = assert_same_output_after_crash(attempt, folder, recoveries=False, counted=OF_FILES)
+        report = assert_same_output_after_every_crash(attempt, folder, counted=OF_FILES)
     for effect in ("create shard.json.new", "write shard.json.new", "rename shard.json"):
         assert effect in report.points

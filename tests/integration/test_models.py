@@ -47,8 +47,9 @@ from datatrove_ckpt.inference.servers import connect
 from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.process.screen import RankProgress
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
+from tests.crash_points import assert_same_output_after_every_crash
 from tests.histories import read_history
 from tests.integration.test_preemption import when_logged
 from tests.integration.test_supervision import ENGINE
@@ -148,7 +149,7 @@ def test_the_same_payload_has_an_answer_of_each_model(
         runner(folder, writes, judges, ask_both_the_same, records_per_chunk=9, **both).run(documents(2))
 
     (ram / "job").mkdir()
-    assert_same_output_after_crash(attempt, ram / "job", recoveries=False, counted=("commit",))
+    assert_same_output_after_every_crash(attempt, ram / "job", counted=("commit",))
     results = [row["metadata"]["rollout_results"] for row in rows(ram / "job")]
     assert results == [[[f"writer on text {n}", f"judge on text {n}"]] for n in range(2)]
     seeds = [{payload.get("seed") for payload in server.payloads} for server in (writes, judges)]
@@ -182,7 +183,7 @@ def test_killed_at_every_write_and_resumed(ram: Path) -> None:
 
     with says("writer") as writes, says("judge") as judges:
         (ram / "job").mkdir()
-        report = assert_same_output_after_crash(attempt, ram / "job", recoveries=False)
+        report = assert_same_output_after_every_crash(attempt, ram / "job")
     assert len(report.points) > 10
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from datatrove_ckpt.checkpoint.layout import LOCK, RUN, rank_numbers
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
-from datatrove_ckpt.testing.disks import CrashingDisk, SimulatedCrash, disk_in_place
+from datatrove_ckpt.testing.disks import disk_in_place
 from tests.commands import Command
+from tests.crash_points import CopyingDisk
 from tests.hub import FakeHub
 from tests.kept import content_of, edit
 from tests.make_release import TEXTS, run
@@ -117,24 +117,18 @@ def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path: Path
 
 @pytest.mark.matrix
 def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_goes_on(tmp_path: Path) -> None:
-    copied(tmp_path)
-    results = set[tuple[tuple[str, bytes], ...]]()
-    for number in itertools.count(step=3):
-        folder = tmp_path / "new"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(tmp_path / "old", folder)
-        disk = CrashingDisk(number, folder)
-        with FakeServer() as server:
-            with disk_in_place(disk), suppress(SimulatedCrash):
-                run(folder, server.url, 1)
+    folder = copied(tmp_path)
+    disk = CopyingDisk(folder)
+    with FakeServer() as server:
+        with disk_in_place(disk):
             run(folder, server.url, 1)
-        report = verify(folder / "checkpoints", full=True)
-        assert (report.output, report.problems) == (f"{folder}/output", []), disk.crashed_at
-        results.add(tuple(sorted(outputs(folder / "output").items())))
-        if disk.crashed_at is None:
-            break
-    assert number >= 9
-    assert len(results) == 1
+        expected = outputs(folder / "output")
+        assert len(disk.points) >= 9
+        for _, crash in itertools.islice(disk.left(), 0, None, 3):
+            run(folder, server.url, 1)
+            report = verify(folder / "checkpoints", full=True)
+            assert (report.output, report.problems) == (f"{folder}/output", []), crash
+            assert outputs(folder / "output") == expected
 
 
 def test_what_a_rank_writes_into_the_job_while_its_new_place_is_noted_is_kept(

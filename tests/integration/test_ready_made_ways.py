@@ -17,7 +17,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentFailed
 from datatrove_ckpt.generation.run_identity import answering_flags
-from datatrove_ckpt.rollouts import ClassifyRollout, EmbedRollout, JudgeRollout
+from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.integration.test_examples import write_documents
@@ -32,6 +32,7 @@ ROLLOUTS = [
     (EmbedRollout("query: {text}", column="vector"), 1),
     (ClassifyRollout(labels=["bad", "good"], threshold=0.5), 1),
     (JudgeRollout(judge_prompt="Rate {text}", score_pattern="[0-9]+"), 1),
+    (ChunkedRollout("Q {text}", max_chars_per_part=4, carry="conversation"), 2),
     (JudgeRollout("Sum up {text}", judge_prompt="Rate {answer}", score_pattern="[0-9]+"), 2),
 ]
 

@@ -23,8 +23,9 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFaile
 from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import EFFECTS
+from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, ids, runner
 
 NUMBER = 20
@@ -338,11 +339,11 @@ def test_an_input_that_grew_at_its_end_is_continued(folder: Path, server: FakeSe
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("counted", [("rename",), EFFECTS], ids=["some", "all"])
-@pytest.mark.usefixtures("code_described_once", "names_follow_lives")
+@pytest.mark.usefixtures("code_described_once")
 def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(
     folder: Path, server: FakeServer, counted: tuple[str, ...]
 ) -> None:
     def attempt(folder: Path) -> None:
         runner(folder, server, records_per_chunk=8).run(read(folder))
 
-    assert_same_output_after_crash(attempt, folder, recoveries=False, counted=counted)
+    assert_same_output_after_every_crash(attempt, folder, counted=counted)

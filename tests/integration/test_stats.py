@@ -22,7 +22,8 @@ from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
-from datatrove_ckpt.testing import CrashingDisk, FakeServer, assert_same_output_after_crash, disk_in_place
+from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place
+from tests.crash_points import assert_same_output_after_every_crash
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, rejects, runner
 
@@ -121,7 +122,6 @@ def rejects_some(payload: dict[str, Any], times: int) -> int | None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")], ids=len)
-@pytest.mark.usefixtures("names_follow_lives")
 def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(
     ram: Path, counted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +143,7 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
                 expected.extend(found)
             completed += 1
 
-        report = assert_same_output_after_crash(attempt, ram / "job", recoveries=False, counted=counted)
+        report = assert_same_output_after_every_crash(attempt, ram / "job", counted=counted)
     print(report)
     reader, filtered, inference = expected
     assert (reader["documents"]["total"], reader["doc_len"]["n"], reader["input_files"]) == (10, 10, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,18 +25,15 @@ from datatrove_ckpt.errors import DocumentFailed, OutputMismatch, StorageFailed
 from datatrove_ckpt.maintenance.verify import check_output
 from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
-    CrashingDisk,
     FakeServer,
-    assert_same_output_after_crash,
     disk_in_place,
     outputs,
 )
-from datatrove_ckpt.testing.disks import copy_tree
 from tests.commands import Printed
+from tests.crash_points import CopyingDisk, CopyingPowerLossDisk, assert_same_output_after_every_crash
 from tests.jobs import documents, letters, rejects, runner, writer
 from tests.kept import edit
 from tests.patience import until_async
-from tests.power_loss import PowerLossDisk
 
 Said = Callable[..., Printed]
 
@@ -503,37 +499,32 @@ def damaged(ram: Path, server: FakeServer, said: Said, request: pytest.FixtureRe
     return folder
 
 
-def crashes(repair: Callable[[], Any], folder: Path, disk_type: type[CrashingDisk], points: list[str]) -> Iterator[str]:
+def crashes(repair: Callable[[], Any], folder: Path, disk_type: type[CopyingDisk], points: list[str]) -> Iterator[str]:
     """Crashes a repair at each of its effects; puts every folder that this may leave behind in place, once."""
-    shutil.copytree(folder, folder.with_name("damaged"))
+    disk = disk_type(folder, disk_type is CopyingDisk)
+    with disk_in_place(disk):
+        repair()
+    points.extend(disk.points)
     seen: list[dict[str, bytes]] = []
-    for number in itertools.count():
-        copy_tree(folder.with_name("damaged"), folder)
-        disk = disk_type(number, folder, disk_type is CrashingDisk)
-        with disk_in_place(disk):
-            repair()
-        if disk.crashed_at is None:
-            return
-        points.append(disk.crashed_at)
-        for survivor in disk.survivors():
-            state = {name: content for name, content in outputs(folder).items() if "run.json" not in name}
-            if state not in seen:
-                seen.append(state)
-                yield f"{disk.crashed_at} ({survivor})"
+    for _, crash in disk.left():
+        state = {name: content for name, content in outputs(folder).items() if "run.json" not in name}
+        if state not in seen:
+            seen.append(state)
+            yield crash
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("disk_type", "run_first"),
     [
-        pytest.param(CrashingDisk, False, id="killed, repaired again"),
-        pytest.param(PowerLossDisk, True, id="power loss, run first"),
-        pytest.param(CrashingDisk, True, id="killed, run first"),
-        pytest.param(PowerLossDisk, False, id="power loss, repaired again"),
+        pytest.param(CopyingDisk, False, id="killed, repaired again"),
+        pytest.param(CopyingPowerLossDisk, True, id="power loss, run first"),
+        pytest.param(CopyingDisk, True, id="killed, run first"),
+        pytest.param(CopyingPowerLossDisk, False, id="power loss, repaired again"),
     ],
 )
 def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
-    damaged: Path, server: FakeServer, said: Said, disk_type: type[CrashingDisk], run_first: bool
+    damaged: Path, server: FakeServer, said: Said, disk_type: type[CopyingDisk], run_first: bool
 ) -> None:
     undamaged = outputs(damaged.with_name("undamaged"))
     marker = damaged / "logs" / "completions" / "00000"
@@ -568,16 +559,16 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("disk_type", [CrashingDisk, PowerLossDisk], ids=["killed", "power loss"])
+@pytest.mark.parametrize("disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"])
 def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_same_bytes(
-    damaged: Path, server: FakeServer, said: Said, disk_type: type[CrashingDisk]
+    damaged: Path, server: FakeServer, said: Said, disk_type: type[CopyingDisk]
 ) -> None:
     def life(folder: Path) -> None:
         said("repair", folder)
         runner(folder, server, skip_bad_requests=True).run(documents(7))
 
-    torn = disk_type is CrashingDisk
-    print(assert_same_output_after_crash(life, damaged, recoveries=False, torn=torn, disk_type=disk_type))
+    torn = disk_type is CopyingDisk
+    print(assert_same_output_after_every_crash(life, damaged, torn=torn, disk_type=disk_type))
     assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
 
 

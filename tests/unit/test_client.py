@@ -590,6 +590,7 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
     first: str, moment: str, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plain_transport, "QUIET", 0.2)
+    monkeypatch.setattr(plain_transport, "SHORT", 0.0)
     wrong_at = 2 if moment == "after the next request" else 1
 
     async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:

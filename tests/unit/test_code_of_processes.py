@@ -88,22 +88,21 @@ def project(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "seen", "harmless"),
     [
-        ("partial", ["--prompt=Sing", "EDITS_STYLE=loud"], ["--tasks=9", "SLURM_JOB_ID=2", "EDITS_OTHER=1"]),
-        ("closure", ["--prompt=Sing", "--limit=20"], ["--tasks=9"]),
-        ("dict", ["--prompt=Sing"], ["--tasks=9"]),
-        ("object", ["--prompt=Sing", "--limit=20"], ["--tasks=9"]),
-        ("environment", ["EDITS_ENDING=!", "EDITS_CLASS_ENDING=!"], ["--tasks=9", "SLURM_JOB_ID=2"]),
+        ("partial", ["--prompt=Sing", "EDITS_STYLE=loud"], "--tasks=9 SLURM_JOB_ID=2 EDITS_OTHER=1"),
+        ("closure", ["--prompt=Sing", "--limit=20"], "--tasks=9"),
+        ("dict", ["--prompt=Sing"], "--tasks=9"),
+        ("object", ["--prompt=Sing", "--limit=20"], "--tasks=9"),
+        ("environment", ["EDITS_ENDING=!", "EDITS_CLASS_ENDING=!"], "--tasks=9 SLURM_JOB_ID=2"),
     ],
 )
 def test_a_second_start_is_another_run_only_if_its_command_line_or_environment_changes_the_work(
-    project: Path, kind: str, seen: list[str], harmless: list[str]
+    project: Path, kind: str, seen: list[str], harmless: str
 ) -> None:
     first = identity(project, f"--kind={kind}")
     assert identity(project, f"--kind={kind}") == first
     for start in seen:
         assert identity(project, f"--kind={kind} {start}") != first, start
-    for start in harmless:
-        assert identity(project, f"--kind={kind} {start}") == first, start
+    assert identity(project, f"--kind={kind} {harmless}") == first
 
 
 CELLS = [

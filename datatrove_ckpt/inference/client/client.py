@@ -228,17 +228,23 @@ def waiting(cause: str, unreachable: bool, waited: float, patience: float) -> st
 
 
 class RequestClock:
-    """One request's clock. ``beside``: its failures while other requests were answered."""
+    """The clock of one request that has failed.
 
-    __slots__ = ("_answers", "_at", "_attempts", "_outage", "_seconds", "beside")
+    Args:
+        began_at: when it was sent first.
+        answers: how many requests had been answered then.
 
-    def __init__(self, outage: Outage) -> None:
+    Attributes:
+        beside: its failures while other requests were answered.
+    """
+
+    def __init__(self, outage: Outage, began_at: float, answers: int) -> None:
         self._outage = outage
         self._attempts = 0
         self.beside = 0
         self._seconds = 0.0
-        self._at = outage.clock()
-        self._answers = outage.answers
+        self._at = began_at
+        self._answers = answers
 
     def failed(self, failure: RetryableError, max_attempts: int) -> int:
         """Returns the number of failures so far.
@@ -420,7 +426,9 @@ class CompletionClient:
         """
         way = way or self.way
         request = request or Request(self.sender)
-        clock = RequestClock(self.outage)
+        began_at = self.outage.clock()
+        answers = self.outage.answers
+        clock: RequestClock | None = None
         while True:
             target = await self._router.acquire(request)
             deaths, was_quarantined = len(request.deaths), request.is_quarantined
@@ -443,6 +451,7 @@ class CompletionClient:
                 if request.may_not_be_sent:  # a cluster stops our servers together with us: it is not at fault
                     self._sent_again()
                     continue
+                clock = clock or RequestClock(self.outage, began_at, answers)
                 failure, delay = error, self._delay(error, clock)
             finally:
                 self._router.release(target, request)

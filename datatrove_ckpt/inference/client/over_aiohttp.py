@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ class _Connection(ResponseHandler):
         self._owner = owner
         self._is_asked = False
         self.unasked = False
-        self.last: tuple[object, object] = (None, None)
+        self.last: tuple[object, int] = (None, 0)
 
     @property
     def upgraded(self) -> bool:
@@ -115,6 +116,7 @@ class AiohttpTransport(UnaskedCounter):
             data = _pieces(body)
         else:
             data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
+        began_at = time.monotonic()
         try:
             async with self._session.request(
                 self._method, url.reveal(), data=data or None, headers=headers, allow_redirects=False
@@ -127,7 +129,8 @@ class AiohttpTransport(UnaskedCounter):
                     if response.status < 300:
                         raise
                     answer = HiddenBytes()  # the status alone decides, and it is known
-                await asyncio.sleep(plain.QUIET)
+                if time.monotonic() - began_at >= plain.SHORT:
+                    await asyncio.sleep(plain.QUIET)
                 if connection.unasked:
                     raise UnaskedBytes
                 if response.status == 200:

@@ -8,9 +8,10 @@ error, a connection is closed and not used again. So is one after any answer tha
 sends a 504, and may pass on the real answer later.
 
 HTTP/1.1 has no means to tell a response that was not requested from the response to the next request. So a connection
-rests for at least ``QUIET`` seconds after each response. If more bytes arrive by then, the response is dropped: it may belong to
-another request. From then on, no connection carries a second request. A response that comes later than that takes the
-place of the next one. It is noticed where each answer has an ``id`` of its own: it equals the response before it.
+rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes arrive by then, the
+response is dropped: it may belong to another request. From then on, no connection carries a second request. A response
+that comes later than that takes the place of the next one. It is noticed where each answer has an ``id`` of its own: it
+equals the response before it. After quicker responses, a rest would cost a part of the server's rate.
 
 httptools parses the responses. It wraps llhttp, the parser of Node.js and uvicorn. This module adds limits on size, and
 rejects responses that we did not ask for: compressed ones, protocol upgrades, transfer codings other than ``chunked``.
@@ -33,7 +34,6 @@ import os
 import re
 import socket
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -46,9 +46,9 @@ from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
-QUIET = 0.005  # seconds
+QUIET = 0.01  # seconds
+SHORT = 0.1  # seconds
 _ID = re.compile(rb'"id": ?"[^"]+"')
-_MAX_KEPT_BYTES = 1 << 13
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is all that is not body: status line, header, trailer, size lines of chunks. llhttp itself sets no limit.
 _MAX_FRAMING_BYTES = 1 << 16
@@ -316,7 +316,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self.idle_since = 0.0
         self._response: asyncio.Future[Response] | None = None
-        self.last: tuple[object, object] = (None, None)
+        self.last: tuple[object, int] = (None, 0)
         self._unsent: Iterator[bytes] | None = None
         self._paused = False
         self._parser: ResponseParser | None = None
@@ -429,9 +429,9 @@ class _Connection(asyncio.Protocol):
 
 
 class Carrier(Protocol):
-    """A connection. ``last`` has the request and the answer that it carried last."""
+    """A connection. ``last`` has the hashes of the request and the answer that it carried last."""
 
-    last: tuple[object, object]
+    last: tuple[object, int]
 
 
 class UnaskedCounter:
@@ -447,8 +447,10 @@ class UnaskedCounter:
             found = _ID.search(answer)
             self._first_id = found[0] if found else b""
         before = connection.last
-        connection.last = (_kept(request), _kept(answer))
-        if before[1] != connection.last[1] or before[0] == connection.last[0]:
+        # Media are not hashed: requests with media count as different ones.
+        sent = object() if isinstance(request, Body) else xxh3_64_intdigest(request)
+        connection.last = (sent, xxh3_64_intdigest(answer))
+        if before[1] != connection.last[1] or before[0] == sent:
             return
         if self._first_id in answer:
             return  # answers of this server have no id of their own
@@ -465,15 +467,6 @@ class UnaskedCounter:
                 "a connection of its own."
             )
         self.unasked += 1
-
-
-def _kept(data: AnyBody | bytearray) -> object:
-    """What can be compared with another request or answer, and takes little memory."""
-    if len(data) <= _MAX_KEPT_BYTES:
-        return data
-    if isinstance(data, Body):  # media are not hashed: requests with media count as different ones
-        return object()
-    return xxh3_64_intdigest(data)
 
 
 class PlainTransport(UnaskedCounter):
@@ -517,9 +510,6 @@ class PlainTransport(UnaskedCounter):
         # one timer, set to the first deadline, is enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # The connections that rest, in order, each with the end of its rest.
-        self._resting: deque[tuple[float, _Connection]] = deque()
-        self._timer_of_rest: asyncio.TimerHandle | None = None
         self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
@@ -568,25 +558,12 @@ class PlainTransport(UnaskedCounter):
         await asyncio.sleep(0)  # the event loop closes the sockets in its next iteration
 
     def deliver_later(self, connection: _Connection) -> None:
-        """Delivers the response of a connection after ``QUIET`` seconds, or up to twice as many."""
-        now = self._loop.time()
-        self._resting.append((now + QUIET, connection))
-        if self._timer_of_rest is None:
-            self._timer_of_rest = self._loop.call_later(QUIET, self._rest_ends)
-        # A timer for each response would cost more than all else that a response needs. And responses that one timer
-        # delivers at once let the server wait for requests that come at once.
-        self._deliver_rested(now)
-
-    def _rest_ends(self) -> None:
-        self._timer_of_rest = None
-        if self._resting:
-            self._timer_of_rest = self._loop.call_later(QUIET, self._rest_ends)
-        self._deliver_rested(self._loop.time())
-
-    def _deliver_rested(self, now: float) -> None:
-        while self._resting and self._resting[0][0] <= now:
-            _, connection = self._resting.popleft()
+        """Delivers the response of a connection once it has rested."""
+        seconds = self._loop.time() + self._timeout - self._in_flight[connection]
+        if seconds < SHORT:
             connection.deliver()
+        else:
+            self._loop.call_later(QUIET, connection.deliver)
 
     def explain(self, error: Exception) -> str:
         """What went wrong, without secrets; may be empty."""

@@ -488,6 +488,8 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
         shutdown.late = not await shutdown.wait_for(_drained(rank, models))
+        if shutdown.parent is not None:
+            shutdown.parent.late |= shutdown.late
     except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks, those of requests among them
         shutdown.given_up = _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
         raise

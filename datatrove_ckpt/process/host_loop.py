@@ -33,6 +33,7 @@ class HostLoop:
         servers: of all ranks that share the loop; None: the rank has servers of its own.
         order: among those ranks: requests of the lowest one go first.
         rank: the rank, if several share the loop. Who runs them looks at the time limit and at notices for all.
+        shutdown: of who runs them.
 
     Attributes:
         cancellations: how often the caller has cancelled the rank.
@@ -46,10 +47,12 @@ class HostLoop:
         servers: object = None,
         order: int = 0,
         rank: int | None = None,
+        shutdown: Shutdown | None = None,
     ) -> None:
         self.servers = servers
         self.order = order
         self.rank = rank
+        self._parent = shutdown
         self.cancellations = 0
         self.has_admitted = False
         self.save: Callable[[], None] | None = None
@@ -74,7 +77,9 @@ class HostLoop:
 
     def attach(self, shutdown: Shutdown) -> None:
         """``shutdown`` is that of the rank, or of its next step."""
-        shutdown.hurried_by = "a second cancellation"
+        if self._parent is None:
+            shutdown.hurried_by = "a second cancellation"
+        shutdown.parent = self._parent
         self._shutdown = shutdown
         self.has_admitted = False
         self._pass_on()

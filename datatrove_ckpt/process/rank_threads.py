@@ -3,8 +3,8 @@
 The end of a rank waits for its last answer, and long answers need minutes. Meanwhile the servers would have hardly any
 requests. So the next rank starts before that:
 
-    a rank starts    when each rank that runs has handed out all its documents, and for a second the servers could have
-                     taken more requests than there are
+    a rank starts    when each rank that runs has handed out all its documents, and the servers could take more requests
+                     than there are
     first            go the requests of the rank that started first
     a failure        drains the rank. No rank starts any more; the others drain, too
     a signal         drains all ranks. This process's own handlers are called once all have ended
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from loguru import logger
 
@@ -26,9 +26,9 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import HostLoop, run_hosted
 from datatrove_ckpt.process.preemption import Preemption
 
-_LOOK = 0.25  # seconds between two looks whether a rank may start
-_LOOKS = 4  # in a row that must find free places
-_FAILED = "the failure of another rank"
+_LOOK = 0.1  # seconds between two looks whether a rank may start
+_LOOKS = 2  # in a row that must find free places
+_FAILED = "The failure of another rank"
 _Result = TypeVar("_Result")
 
 
@@ -42,7 +42,7 @@ class Servers(Protocol):
     async def close(self) -> None: ...
 
 
-class RankThreads:
+class RankThreads(Generic[_Result]):
     """Runs ranks in threads of this process.
 
     Args:
@@ -91,7 +91,7 @@ class RankThreads:
                 await self._until_room(running, servers)
                 if self._ends:
                     break
-                host = HostLoop(asyncio.get_running_loop(), servers, order, rank)
+                host = HostLoop(asyncio.get_running_loop(), servers, order, rank, self._preemption.shutdown)
                 self._hosts.append(host)
                 running.add(asyncio.create_task(self._work(rank, host)))
             if running:
@@ -99,7 +99,8 @@ class RankThreads:
         finally:
             time_limit.cancel()
             await asyncio.gather(time_limit, return_exceptions=True)
-            await servers.close()
+            with self._preemption.shutdown.closing():
+                await servers.close()
 
     @property
     def _ends(self) -> bool:

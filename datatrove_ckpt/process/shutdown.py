@@ -19,7 +19,7 @@ import queue
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn, TypeVar
 
 from datatrove_ckpt.errors import ConfigError, Preempted
@@ -64,6 +64,7 @@ class Shutdown:
         deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
         is_fast: a second signal came.
         aborted: what is in work is cut off.
+        parent: of the process, if several ranks share it.
         late: the drain did not end in time, so servers are killed.
         given_up: how many requests were in flight when the drain ended.
         open_closings: how many ``closing`` blocks are open: servers end, or the checkpoint is closed.
@@ -84,6 +85,7 @@ class Shutdown:
         self.open_closings = 0
         self.closed_at = 0.0
         self.handles_interrupt = False
+        self.parent: Shutdown | None = None
         self._began_at = 0.0
         self._unnoticed = False
         # By any key; threads and signal handlers add and remove at any moment, which is atomic.
@@ -177,7 +179,8 @@ class Shutdown:
         """Around work that a stop must wait for and that limits its time itself. Only on the event loop."""
         self.open_closings += 1
         try:
-            yield
+            with nullcontext() if self.parent is None else self.parent.closing():
+                yield
         finally:
             self.closed_at = time.monotonic()
             self.open_closings -= 1

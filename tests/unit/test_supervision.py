@@ -19,10 +19,11 @@ from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
-from datatrove_ckpt.inference.client.routing import Death, Request, Router, Target
+from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender, Target
 from datatrove_ckpt.inference.servers import node, warm
 from datatrove_ckpt.inference.servers.probes import Metrics, parse_metrics, read_metrics, request_health
 from datatrove_ckpt.inference.servers.warm import RankModels
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.jobs import leased_gpus
 
@@ -78,6 +79,42 @@ async def test_the_least_busy_server_is_next_and_its_limit_holds() -> None:
     made.targets[0].limit = 2
     given = [await made.acquire(Request()) for _ in range(5)]
     assert [made.targets.index(target) for target in given] == [0, 1, 0, 1, 1]
+
+
+async def test_requests_of_the_rank_that_started_first_go_first() -> None:
+    made = router(limit=1)
+    first, second = Sender(order=0), Sender(order=1)
+    target = await made.acquire(Request(second))
+    late = acquire(made, Request(second))
+    await settle()
+    early = acquire(made, Request(first))
+    await settle()
+    made.senders += [first, second]
+    assert (made.waiting_of(first), made.waiting_of(second)) == (1, 1)
+    made.release(target, Request(second))
+    await settle()
+    assert (early.done(), late.done()) == (True, False)
+    assert (first.in_flight, second.in_flight) == (1, 0)
+    made.release(target, Request(first))
+    await late
+
+
+@pytest.mark.parametrize("is_quarantined", [False, True])
+async def test_a_rank_that_stops_holds_up_no_other(is_quarantined: bool) -> None:
+    made = router(limit=1)
+    stops = Sender(Shutdown())
+    target = await made.acquire(Request())
+    request = quarantined() if is_quarantined else Request()
+    request.sender = stops
+    never, other = acquire(made, request), acquire(made)
+    await settle()
+    stops.shutdown.request("test")
+    made.release(target, Request())
+    await settle()
+    assert (never.done(), other.done()) == (False, True)
+    never.cancel()
+    await settle()
+    assert made.in_flight == 1
 
 
 async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -> None:

@@ -1,0 +1,221 @@
+"""Several ranks of one process at once (``ranks_at_once``): the next ones start while an answer is waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.errors import ConfigError, DocumentFailed
+from datatrove_ckpt.inference.servers import pool
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests import jobs
+from tests.integration.test_supervision import asked, engines
+from tests.integration.test_warm_servers import SCRIPT
+from tests.patience import ChangePolicy, until
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    policy("RESTART", first=0.01)
+    monkeypatch.setattr(pool, "_PROBE_INTERVAL", 0.1)
+    Path("engine.py").write_text(SCRIPT)
+
+
+def executor(*ranks: str, folder: str = "job", at_once: int = 3, rollout: Any = jobs.ask) -> LocalPipelineExecutor:
+    """A job over one server. ``ranks``: the texts of each, with commas between them."""
+    for rank, texts in enumerate(ranks):
+        path = Path(folder, f"input/{rank}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps({"id": f"{rank}-{n}", "text": text}) for n, text in enumerate(texts.split(","))]
+        path.write_text("\n".join(lines) + "\n")
+    config = InferenceConfig(
+        "custom",
+        "m",
+        model_kwargs={"server_script": "engine.py"},
+        server_stop_timeout_sec=2.0,
+        max_concurrent_generations=8,
+    )
+    root = Path(folder).absolute()
+    step = InferenceRunner(rollout, config, jobs.writer(root), checkpoints_local_dir=str(root / "checkpoints"))
+    return LocalPipelineExecutor(
+        [JsonlReader(str(root / "input")), step],
+        tasks=len(ranks),
+        workers=1,
+        logging_dir=str(root / "logs"),
+        ranks_at_once=at_once,
+    )
+
+
+@contextmanager
+def gate_opens(when: Callable[[], object]) -> Iterator[None]:
+    """The engine answers the texts that begin with "wait" once ``when`` is true; the test fails if it never is."""
+    found: list[bool] = []
+
+    def watch() -> None:
+        deadline = time.monotonic() + 30
+        while not when() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(bool(when()))
+        Path("gate").touch()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    assert found == [True]
+
+
+def asked_all(*texts: str) -> Callable[[], bool]:
+    return lambda: asked().keys() >= {*texts}
+
+
+RANKS = ("wait 0,a,b", "wait 1,c", "d,e")
+
+
+def test_they_share_a_server_and_write_what_ranks_in_turn_write() -> None:
+    with gate_opens(asked_all("wait 0", "wait 1", "e")):
+        stats = executor(*RANKS).run()
+    assert stats is not None
+    assert stats.stats[1].stats["documents_processed"].total == 7
+    assert len(engines()) == 1
+    assert set(asked().values()) == {1}
+    assert executor(*RANKS).run() is None
+    at_once = outputs(Path("job/output"))
+    Path("job").rename("at once")
+    executor(*RANKS, at_once=1).run()
+    assert outputs(Path("job/output")) == at_once
+
+
+def test_each_rank_has_its_own_log() -> None:
+    with gate_opens(asked_all("wait 0", "wait 1", "e")):
+        executor(*RANKS).run()
+    for rank in range(3):
+        text = Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
+        assert f"Rank {rank}: " in text
+        assert f"Processing done for rank={rank}" in text
+        assert not [other for other in range(3) if other != rank and f"Rank {other}: " in text]
+
+
+def test_at_most_so_many_run_at_once() -> None:
+    with gate_opens(asked_all("wait 0", "wait 1")):
+        executor("wait 0", "wait 1", "wait 2", at_once=2).run()
+    assert [line.split(" ", 1)[1] for line in Path("asked").read_text().splitlines()][:2] == ["wait 0", "wait 1"]
+    assert Path("job/checkpoints/00002/run.json").stat().st_mtime >= Path("gate").stat().st_mtime
+
+
+def is_mended() -> bool:
+    return Path("mended").exists()
+
+
+async def cannot_do_bad_ones(document: Document, generate: Any) -> Any:
+    if document.text == "bad" and not is_mended():
+        raise ValueError("bad")
+    return await jobs.ask(document, generate)
+
+
+def test_the_failure_of_a_rank_lets_the_others_save_what_they_have() -> None:
+    ranks = ("wait 0,a", "wait 1", "bad", "b")
+    log = Path("job/logs/logs/task_00001.log")
+    with (
+        gate_opens(lambda: log.exists() and "The failure of another rank" in log.read_text()),
+        pytest.raises(DocumentFailed, match="2-0"),
+    ):
+        executor(*ranks, rollout=cannot_do_bad_ones).run()
+    assert asked() == {"wait 0": 1, "a": 1, "wait 1": 1}
+    Path("mended").touch()
+    executor(*ranks, rollout=cannot_do_bad_ones).run()
+    assert set(asked().values()) == {1}
+    assert jobs.ids(Path("job")) == ["0-0", "0-1", "1-0", "2-0", "3-0"]
+
+
+def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_again_once() -> None:
+    def restarted() -> bool:
+        return asked()["wait 0"] == asked()["wait 1"] == asked()["die once"] == 2
+
+    with gate_opens(restarted):
+        executor("wait 0", "wait 1", "die once").run()
+    assert len(engines()) == 2
+    assert asked() == {"wait 0": 2, "wait 1": 2, "die once": 2}
+    assert jobs.ids(Path("job")) == ["0-0", "1-0", "2-0"]
+
+
+def test_a_request_that_kills_servers_is_the_only_dead_letter() -> None:
+    innocent = [f"wait {n}" for n in range(4)]
+    with gate_opens(lambda: asked()["die"] >= 3):
+        executor(",".join(innocent), "die,a", "b").run()
+    (letter,) = [line for path in Path("job").rglob("dead_letters.jsonl") for line in path.read_text().splitlines()]
+    assert json.loads(letter)["id"] == "1-0"
+    assert jobs.ids(Path("job")) == ["0-0", "0-1", "0-2", "0-3", "1-1", "2-0"]
+
+
+def test_fewer_than_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ranks_at_once: must be at least 1"):
+        executor("a", at_once=0)
+
+
+# A job in a process of its own ----------------------------------------------------------------------------------------
+
+JOB = """
+import sys
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.readers import JsonlReader
+
+async def ask(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+config = InferenceConfig("endpoint", "fake", endpoint_url=sys.argv[1], max_concurrent_generations=20)
+writer = JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl", compression=None)
+step = InferenceRunner(ask, config, writer, checkpoints_local_dir="checkpoints", records_per_chunk=3)
+LocalPipelineExecutor([JsonlReader("input"), step], tasks=3, workers=1, logging_dir="logs", ranks_at_once=3).run()
+"""
+
+
+@contextmanager
+def job(server: FakeServer) -> Iterator[subprocess.Popen[bytes]]:
+    Path("job.py").write_text(JOB)
+    Path("input").mkdir(exist_ok=True)
+    for rank in range(3):
+        lines = [json.dumps({"id": f"{rank}-{n}", "text": f"text {rank} {n}"}) for n in range(5)]
+        Path(f"input/{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    with subprocess.Popen([sys.executable, "job.py", server.url], stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_while_three_ranks_have_requests_in_flight(number: signal.Signals) -> None:
+    with FakeServer(hold_after=9) as server:
+        with job(server) as process:
+            until(lambda: len(server.payloads) == 15)
+            os.kill(process.pid, number)
+            if number == signal.SIGTERM:
+                until(lambda: b"SIGTERM" in Path("logs/logs/task_00002.log").read_bytes())
+                server.release()
+            assert process.wait(30) == (-9 if number == signal.SIGKILL else 128 + number)
+        server.release()
+        with job(server) as process:
+            assert process.wait(30) == 0, process.stderr and process.stderr.read()
+        times = Counter(server.asked.values())
+        assert times == ({1: 15} if number == signal.SIGTERM else {1: 9, 2: 6})
+    assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(3) for n in range(5))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, nullcontext
 from copy import copy, deepcopy
 from functools import partial
@@ -48,6 +48,7 @@ _DEPENDENCY_POLL = 120.0  # seconds
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
+_RANKS_AT_ONCE = 8
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -61,7 +62,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is
             given up. The other ranks go on.
         ranks_at_once: with ``workers=1``, how many ranks may run at one time, over the same servers: while the last
-            answers of a rank are waited for, the next rank starts. Rollouts of several ranks then share this process.
+            answers of a rank are waited for, the next rank starts. None: 8, or 1 if a shared_context is opened for each
+            rank. Ranks run in turn if the pipeline has several InferenceRunners, or one with reuse_servers=False.
     """
 
     pipeline: list[PipelineStep]
@@ -80,7 +82,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         local_rank_offset: int = 0,
         randomize_start_duration: int = 0,
         max_rank_attempts: int = 2,
-        ranks_at_once: int = 1,
+        ranks_at_once: int | None = None,
     ) -> None:
         given = dict(locals())  # a debugger adds to the other one
         own = ("self", "__class__", "max_rank_attempts", "ranks_at_once")
@@ -89,7 +91,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if max_rank_attempts < 1:
             raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")
         self.ranks_at_once = ranks_at_once
-        if ranks_at_once < 1:
+        if ranks_at_once is not None and ranks_at_once < 1:
             raise ConfigError(f"ranks_at_once: must be at least 1; it is {ranks_at_once}.")
         if start_method not in multiprocess.get_all_start_methods():
             allowed = ", ".join(multiprocess.get_all_start_methods())
@@ -152,7 +154,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
         results = self._in_workers
         if self.workers == 1:
-            results = self._at_once if self._may_overlap else self._here
+            results = self._at_once if self._most_at_once > 1 and len(ranks) > 1 else self._here
         with self._screen(len(local), len(local) - len(ranks), stats) as screen:
             for done, result in enumerate(results(ranks, screen), len(local) - len(ranks) + 1):
                 if screen is None:  # it counts them
@@ -230,19 +232,25 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             _close_servers()
 
     @property
-    def _may_overlap(self) -> bool:
-        """Servers on several nodes belong to one rank."""
-        has_runner = any(isinstance(step, InferenceRunner) for step in self.pipeline)
-        return self.ranks_at_once > 1 and has_runner and Nodes.from_environment().count == 1
+    def _most_at_once(self) -> int:
+        """How many ranks may run at one time in this process."""
+        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        # Of several runners, each needs the GPUs in its turn. Servers on several nodes belong to one rank.
+        if len(runners) != 1 or Nodes.from_environment().count > 1:
+            return 1
+        (runner,) = runners
+        if not all(config.reuse_servers for config in runner.models.values()):
+            return 1
+        if self.ranks_at_once is not None:
+            return self.ranks_at_once
+        return _RANKS_AT_ONCE if isinstance(runner.shared_context, Mapping | None) else 1
 
     def _at_once(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         from datatrove_ckpt.inference.servers.host import ServerHost
 
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-        signals = dict.fromkeys(name for runner in runners for name in runner.drain_signals)
-        kept = [runner.drain_seconds for runner in runners if runner.checkpoints_local_dir is not None]
-        notice = next((runner.preemption_notice for runner in runners if runner.preemption_notice), None)
-        preemption = Preemption(list(signals), max(kept, default=0.0), notice)
+        (runner,) = (step for step in self.pipeline if isinstance(step, InferenceRunner))
+        seconds = runner.drain_seconds if runner.checkpoints_local_dir is not None else 0.0
+        preemption = Preemption(runner.drain_signals, seconds, runner.preemption_notice)
         results = []
 
         def done(rank: int, stats: PipelineStats) -> None:
@@ -255,7 +263,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         # A step that changes the folder of the process must not move those of other ranks for longer than it runs.
         with gc_tuned(), chdir("."), task_of_many(True), log_of_many(), preemption:
-            RankThreads(self.ranks_at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
+            RankThreads(self._most_at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
         yield from results
 
     def _run_apart(self, rank: int) -> PipelineStats:

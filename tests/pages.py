@@ -31,6 +31,7 @@ RUN_ELSEWHERE = {
     "pytest --override-ini addopts= -s tests/real/test_trainers.py": ".ci/run",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",
+    "python -m tests.bench.barrier": "minutes; tests/integration/test_ranks_at_once.py has fewer documents",
     "python -m tests.bench.gpu_tasks": "needs a GPU",
 }
 """Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them instead."""

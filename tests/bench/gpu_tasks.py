@@ -1,6 +1,6 @@
-"""What the ends of tasks cost a real GPU: ``python -m tests.bench.gpu_tasks [--documents 128] [--tasks 1 8]``.
+"""What the ends of tasks cost a real GPU: ``python -m tests.bench.gpu_tasks [--tasks 1 8] [--ranks-at-once 1]``.
 
-The same documents, as one task and as many, one after the other in one worker, over one server: the continuous batching
+The same documents, as one task and as many, in one worker, over one server: the continuous batching
 of transformers with a Llama of random weights, so no model has to be fetched. The lengths of the answers have a long
 tail, as those of reasoning models. The first run warms up, and is not measured.
 """
@@ -103,7 +103,7 @@ def make_input(folder: Path, tasks: int, lengths: list[int]) -> None:
         (folder / f"{task:03d}.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def run(folder: Path, url: str, tasks: int, lengths: list[int]) -> float:
+def run(folder: Path, url: str, tasks: int, ranks_at_once: int, lengths: list[int]) -> float:
     """Returns the seconds of a job."""
     from datatrove.pipeline.writers import JsonlWriter
 
@@ -115,7 +115,8 @@ def run(folder: Path, url: str, tasks: int, lengths: list[int]) -> float:
     step = InferenceRunner(rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints"))
     began = time.monotonic()
     pipeline = [JsonlReader(str(folder / "input")), step]
-    LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=str(folder / "logs")).run()
+    logs = str(folder / "logs")
+    LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=logs, ranks_at_once=ranks_at_once).run()
     return time.monotonic() - began
 
 
@@ -123,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=128)
     parser.add_argument("--tasks", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--ranks-at-once", type=int, default=8, help="1: tasks run in turn")
     options = parser.parse_args()
     chance = random.Random(0)
     lengths = [min(512, max(16, int(chance.lognormvariate(4.2, 0.8)))) for _ in range(options.documents)]
@@ -131,10 +133,10 @@ def main() -> None:
     started.wait()
     rows: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        run(Path(name, "warm up"), found["url"], 1, lengths)
+        run(Path(name, "warm up"), found["url"], 1, 1, lengths)
         first = None
         for tasks in options.tasks:
-            seconds = run(Path(name, str(tasks)), found["url"], tasks, lengths)
+            seconds = run(Path(name, str(tasks)), found["url"], tasks, options.ranks_at_once, lengths)
             first = first or seconds
             rate = f"{sum(lengths) / seconds:,.0f}"
             rows.append([tasks, f"{seconds:.1f}", rate, f"{seconds / first:.2f}"])

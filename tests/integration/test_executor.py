@@ -166,7 +166,7 @@ def test_it_has_datatroves_arguments_pickle_and_json(tmp_path: Path) -> None:
     copy = dill.loads(dill.dumps(ours))
     assert (copy.tasks, copy.workers, copy.local_tasks, copy.max_rank_attempts) == (4, 2, 2, 2)
     as_json = [json.loads(json.dumps(executor, cls=ExecutorJSONEncoder)) for executor in (ours, theirs)]
-    assert as_json[0] == {**as_json[1], "max_rank_attempts": 2}
+    assert as_json[0] == {**as_json[1], "max_rank_attempts": 2, "ranks_at_once": None}
     assert isinstance(ours, DatatroveExecutor)
 
 

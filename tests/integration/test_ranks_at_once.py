@@ -24,6 +24,7 @@ from datatrove_ckpt.inference.servers import pool
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
+from tests.bench.barrier import measure
 from tests.integration.test_supervision import asked, engines
 from tests.integration.test_warm_servers import SCRIPT
 from tests.patience import ChangePolicy, until
@@ -169,6 +170,36 @@ def test_a_request_that_kills_servers_is_the_only_dead_letter() -> None:
 def test_fewer_than_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="ranks_at_once: must be at least 1"):
         executor("a", at_once=0)
+
+
+@contextmanager
+def opened() -> Iterator[dict[str, Any]]:
+    yield {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "most"),
+    [
+        ({}, {}, 8),
+        ({"shared_context": {"a": 1}}, {}, 8),
+        ({"shared_context": opened}, {}, 1),
+        ({}, {"reuse_servers": False}, 1),
+    ],
+)
+def test_ranks_run_in_turn_where_they_cannot_share(changes: dict[str, Any], config: dict[str, Any], most: int) -> None:
+    async def ask(document: Document, generate: Any, **shared: Any) -> Any:
+        return await jobs.ask(document, generate)
+
+    settings = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", **config)
+    step = InferenceRunner(ask, settings, jobs.writer(Path()), checkpoints_local_dir="checkpoints", **changes)
+    assert LocalPipelineExecutor([step], 2, 1, "logs")._most_at_once == most
+    assert LocalPipelineExecutor([step, step], 2, 1, "logs", ranks_at_once=3)._most_at_once == 1
+
+
+@pytest.mark.alone
+def test_many_short_tasks_take_hardly_longer_than_one() -> None:
+    _, one, ten = measure(600, [(1, 8), (10, 8)], longest=3.0)
+    assert ten <= 1.25 * one
 
 
 # A job in a process of its own ----------------------------------------------------------------------------------------

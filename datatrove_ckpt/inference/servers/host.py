@@ -33,7 +33,7 @@ class ServerHost:
 
     def __init__(self, shutdown: Shutdown) -> None:
         self._shutdown = shutdown
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _Running] = {}  # by the names of the models
         self._models: RankModels | None = None
 
     @property

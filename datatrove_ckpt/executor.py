@@ -29,7 +29,6 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.script_names import nothing_carried
@@ -235,15 +234,11 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _most_at_once(self) -> int:
         """How many ranks may run at one time in this process."""
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-        # Of several runners, each needs the GPUs in its turn. Servers on several nodes belong to one rank.
-        if len(runners) != 1 or Nodes.from_environment().count > 1:
-            return 1
-        (runner,) = runners
-        if not all(config.reuse_servers for config in runner.models.values()):
+        if len(runners) != 1 or not runners[0].may_share_servers:  # of several, each needs the GPUs in its turn
             return 1
         if self.ranks_at_once is not None:
             return self.ranks_at_once
-        return _RANKS_AT_ONCE if isinstance(runner.shared_context, Mapping | None) else 1
+        return _RANKS_AT_ONCE if isinstance(runners[0].shared_context, Mapping | None) else 1
 
     def _at_once(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
         from datatrove_ckpt.inference.servers.host import ServerHost

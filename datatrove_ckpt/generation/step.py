@@ -18,6 +18,7 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
@@ -161,6 +162,11 @@ class Step(PipelineStep):
     def checkpoints_root(self) -> Path:
         """``checkpoints_local_dir`` on this node. Raises ConfigError if a variable in it is not set here."""
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
+
+    @property
+    def may_share_servers(self) -> bool:
+        """Whether ranks of this process may use the same servers at one time. Those on several nodes have one rank."""
+        return Nodes.from_environment().count == 1 and all(one.reuse_servers for one in self.models.values())
 
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""

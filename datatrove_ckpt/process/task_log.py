@@ -52,7 +52,7 @@ def _add(folder: DataFolder, rank: int, local_rank: int = 0, node_rank: int = -1
         )
     file = append(f"logs/task_{rank:05d}.log", "w")
     _sinks[id(file)] = logger.add(file, level="DEBUG", format=_LINE, filter=_is_of(rank))
-    logger.info(f"Launching pipeline for {rank=}")
+    logger.debug(f"Launching pipeline for {rank=}")
     return file
 
 

@@ -67,8 +67,10 @@ class ServerHost:
         try:
             watch = await asyncio.shield(one.ready)
             if not is_first and sender.on_server is not None:
+                what = "ready" if config.server_type == "endpoint" else "reused"
                 for index, target in enumerate(one.servers.router.targets):
-                    sender.on_server("reused", config.server_name(index), str(target.url), "")
+                    if target.up:
+                        sender.on_server(what, config.server_name(index), str(target.url), "")
             yield client, watch
         finally:
             client.leave()

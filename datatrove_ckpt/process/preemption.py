@@ -445,7 +445,9 @@ class Preemption:
             # None: a handler that Python did not set and cannot restore
             if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
                 self._previous[number] = usual_handler(signal.signal(number, self._receive))
-        self.shutdown.handles_interrupt = signal.SIGINT in self._previous
+        parent = self.shutdown.parent  # its rollouts run in the main thread
+        of_process = parent is not None and parent.handles_interrupt
+        self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._previous
         if self._setting is not None and not self._is_one_of_many:
             self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
         return self

@@ -28,7 +28,7 @@ from datatrove_ckpt.process.preemption import Preemption
 
 _LOOK = 0.1  # seconds between two looks whether a rank may start
 _LOOKS = 2  # in a row that must find free places
-_FAILED = "The failure of another rank"
+_FAILED = "the failure of another rank"
 _Result = TypeVar("_Result")
 
 
@@ -93,6 +93,7 @@ class RankThreads(Generic[_Result]):
                     break
                 host = HostLoop(asyncio.get_running_loop(), servers, order, rank, self._preemption.shutdown)
                 self._hosts.append(host)
+                self._stop()  # if a signal came since the look above
                 running.add(asyncio.create_task(self._work(rank, host)))
             if running:
                 await asyncio.wait(running)
@@ -145,8 +146,9 @@ class RankThreads(Generic[_Result]):
     def _save(self) -> None:
         """What all ranks have handed over gets onto the disk. In any thread."""
         for host in list(self._hosts):
-            if host.save is not None:
+            save = host.save  # the rank's thread may set it to None
+            if save is not None:
                 try:
-                    host.save()
+                    save()
                 except Exception as error:
                     logger.error(f"A part of the work could not be saved: {error}")

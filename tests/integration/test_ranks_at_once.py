@@ -19,8 +19,10 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import ConfigError, DocumentFailed
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
 from datatrove_ckpt.inference.servers import pool
+from datatrove_ckpt.process import rank_threads
+from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
@@ -136,7 +138,7 @@ def test_the_failure_of_a_rank_lets_the_others_save_what_they_have() -> None:
     ranks = ("wait 0,a", "wait 1", "bad", "b")
     log = Path("job/logs/logs/task_00001.log")
     with (
-        gate_opens(lambda: log.exists() and "The failure of another rank" in log.read_text()),
+        gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
         pytest.raises(DocumentFailed, match="2-0"),
     ):
         executor(*ranks, rollout=cannot_do_bad_ones).run()
@@ -156,6 +158,8 @@ def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_aga
     assert len(engines()) == 2
     assert asked() == {"wait 0": 2, "wait 1": 2, "die once": 2}
     assert jobs.ids(Path("job")) == ["0-0", "1-0", "2-0"]
+    for rank in range(3):
+        assert "is given up" in Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
 
 
 def test_a_request_that_kills_servers_is_the_only_dead_letter() -> None:
@@ -165,6 +169,51 @@ def test_a_request_that_kills_servers_is_the_only_dead_letter() -> None:
     (letter,) = [line for path in Path("job").rglob("dead_letters.jsonl") for line in path.read_text().splitlines()]
     assert json.loads(letter)["id"] == "1-0"
     assert jobs.ids(Path("job")) == ["0-0", "0-1", "0-2", "0-3", "1-1", "2-0"]
+
+
+async def interrupts_at_bad_ones(document: Document, generate: Any) -> Any:
+    if document.text == "bad" and not is_mended():
+        raise KeyboardInterrupt
+    return await jobs.ask(document, generate)
+
+
+def test_a_rollout_that_raises_keyboard_interrupt_fails_its_rank_only() -> None:
+    log = Path("job/logs/logs/task_00000.log")
+    with (
+        gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
+        pytest.raises(DocumentFailed, match="KeyboardInterrupt"),
+    ):
+        executor("wait 0", "bad", rollout=interrupts_at_bad_ones).run()
+    assert asked() == {"wait 0": 1}
+    Path("mended").touch()
+    executor("wait 0", "bad", rollout=interrupts_at_bad_ones).run()
+    assert asked() == {"wait 0": 1, "bad": 1}
+
+
+class NoServers:
+    has_room = True
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    preemption = Preemption((), 0.0)
+    stopped: list[bool] = []
+
+    class SignalledHost(rank_threads.HostLoop):
+        def __init__(self, *arguments: Any) -> None:
+            preemption.shutdown.request("SIGTERM")
+            super().__init__(*arguments)
+
+    def run(rank: int) -> None:
+        with Preemption((), 0.0) as of_rank:
+            stopped.append(of_rank.shutdown.is_requested)
+
+    monkeypatch.setattr(rank_threads, "HostLoop", SignalledHost)
+    with pytest.raises(Preempted):
+        rank_threads.RankThreads(2, preemption, NoServers, run, lambda rank, result: None).work_through([0, 1])
+    assert stopped == [True]
 
 
 def test_fewer_than_one_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class ServerHost:
         self._shutdown = shutdown
         self._running: dict[str, _Running] = {}  # by the names of the models
         self._models: RankModels | None = None
+        # Servers outlive the rank that starts them: their log lines belong to all ranks.
+        self._context = contextvars.copy_context()
 
     @property
     def has_room(self) -> bool:
@@ -63,7 +66,8 @@ class ServerHost:
             self._running[config.name] = one
         client = CompletionClient(one.servers, sender)
         if is_first:
-            one.serving = asyncio.create_task(self._serve(one, configs, rank, on_outage))
+            serve = self._serve(one, configs, rank, on_outage)
+            one.serving = asyncio.create_task(serve, context=self._context.copy())
         try:
             watch = await asyncio.shield(one.ready)
             if not is_first and sender.on_server is not None:

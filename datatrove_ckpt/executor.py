@@ -35,6 +35,7 @@ from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
+from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
@@ -251,6 +252,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         (runner,) = (step for step in self.pipeline if isinstance(step, InferenceRunner))
         seconds = runner.drain_seconds if runner.checkpoints_local_dir is not None else 0.0
         preemption = Preemption(runner.drain_signals, seconds, runner.preemption_notice)
+        at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
         results = []
 
         def done(rank: int, stats: PipelineStats) -> None:
@@ -263,7 +265,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         # A step that changes the folder of the process must not move those of other ranks for longer than it runs.
         with gc_tuned(), chdir("."), task_of_many(True), log_of_many(), preemption:
-            RankThreads(self._most_at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
+            RankThreads(at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
         yield from results
 
     def _run_apart(self, rank: int) -> PipelineStats:

@@ -55,8 +55,8 @@ from datatrove_ckpt.output.parquet import prepare_arrow
 from datatrove_ckpt.output.writers import check_rank_in_template, check_writable, writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
+from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
+from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.pool_signals import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -73,8 +73,10 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     # Without a checkpoint a drain would save nothing: the next run starts over.
     seconds = step.drain_seconds if step.checkpoints_local_dir is not None else 0.0
     models = step.models.values()
-    requests = sum(requests_at_once(one.max_concurrent_generations, one.servers) for one in models)
-    limit = enough_open_files(requests, sum(one.servers for one in models))
+    requests, servers = step.requests_and_servers()
+    if rank_of_many() is not None:  # the servers and their connections are shared: the executor has counted them
+        requests = servers = 0
+    limit = enough_open_files(requests, servers)
     preemption = Preemption(step.drain_signals, seconds, step.preemption_notice)
     with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
         preemption.check_time_limit()

@@ -121,6 +121,12 @@ def host_loop() -> HostLoop | None:
     return _host.get()
 
 
+def rank_of_many() -> int | None:
+    """The rank that this thread or task works for, if several ranks share the process."""
+    host = host_loop()
+    return None if host is None else host.rank
+
+
 async def run_hosted(run: Callable[[], None], name: str, host: HostLoop | None = None) -> None:
     """Calls ``run`` in a thread, which uses the running loop as its event loop. Returns when it has ended.
 

@@ -68,7 +68,7 @@ from loguru import logger
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.host_loop import host_loop
+from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.pool_signals import drain_pools, end_managers, is_pool_worker, managers_gone, spare
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
@@ -429,8 +429,7 @@ class Preemption:
         self._interruptible = False
         self._pid = os.getpid()
         self._is_pool_worker = is_pool_worker()
-        host = host_loop()
-        self._is_one_of_many = host is not None and host.rank is not None
+        self._is_one_of_many = rank_of_many() is not None
 
     # set the handlers, restore them, raise again ------------------------------------------------------------------
 

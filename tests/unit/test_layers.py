@@ -38,7 +38,7 @@ ROOMS = {
     "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
-    "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
+    "executor": "errors formatting config process checkpoint inference.servers generation runner preflight",
     "jobs_executor": "errors formatting redaction retrying config process checkpoint mirror runner preflight executor",
     "cli": "errors formatting redaction retrying config process checkpoint maintenance preflight executor"
     " jobs_executor",

@@ -16,9 +16,10 @@ import concurrent.futures
 import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _CAUSE = "the cancellation of run_async"
@@ -60,6 +61,7 @@ class HostLoop:
         self._cause = _CAUSE
         self._shutdown: Shutdown | None = None
         self._is_fast = False
+        self._closings = ExitStack()
 
     def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs this on the caller's loop, and waits for it in this thread.
@@ -86,12 +88,21 @@ class HostLoop:
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """In this block the rank has something to save."""
+        """In this block the rank has something to save. After it, the rank closes its files, until ``detach``."""
         self.save = save
         try:
             yield
         finally:
             self.save = None
+            call_soon(self._loop, self._closing_started)
+
+    def detach(self) -> None:
+        """The rank has ended, or its step. In the rank's thread."""
+        call_soon(self._loop, self._closings.close)
+
+    def _closing_started(self) -> None:
+        if self._parent is not None:
+            self._closings.enter_context(self._parent.closing())
 
     def cancel(self) -> None:
         """The rank drains, and ends. A second call ends the drain. On the caller's loop."""

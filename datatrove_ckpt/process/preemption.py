@@ -454,6 +454,8 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if (host := host_loop()) is not None:
+            host.detach()
         if self._watch is not None:
             self._watch.close()
         for number, previous in self._previous.items():

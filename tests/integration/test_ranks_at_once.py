@@ -216,6 +216,19 @@ def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch: pytest.MonkeyP
     assert stopped == [True]
 
 
+def test_the_process_waits_for_a_rank_that_closes_its_files() -> None:
+    preemption = Preemption((), 0.0)
+
+    def run(rank: int) -> None:
+        with Preemption((), 0.0) as of_rank:
+            with of_rank.watched(lambda: None):
+                assert not preemption.shutdown.open_closings
+            until(lambda: preemption.shutdown.open_closings == 1)
+
+    rank_threads.RankThreads(2, preemption, NoServers, run, lambda rank, result: None).work_through([0])
+    assert not preemption.shutdown.open_closings
+
+
 def test_fewer_than_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="ranks_at_once: must be at least 1"):
         executor("a", at_once=0)

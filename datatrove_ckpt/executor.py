@@ -56,8 +56,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
     """Runs the ranks of a pipeline on this machine.
 
-    All arguments but the last are those of datatrove's ``LocalPipelineExecutor``. With ``workers=1`` the ranks run in
-    this process, one after the other.
+    All arguments but the last two are those of datatrove's ``LocalPipelineExecutor``. With ``workers=1`` the ranks run
+    in this process, and overlap.
 
     Args:
         max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is

@@ -207,11 +207,11 @@ class _Run:
         self, config: InferenceConfig, rank: int, progress: RankReporter, models: RankModels
     ) -> AbstractAsyncContextManager[Served]:
         shutdown, waits = self.preemption.shutdown, progress.of(config).waits
-        host = host_loop()
-        if host is None or not isinstance(host.servers, ServerHost):
+        host, servers = host_loop(), shared_servers()
+        if host is None or servers is None:
             return connect(config, rank, shutdown, progress.server, models, waits)
         sender = Sender(shutdown, host.order, progress.server)
-        return host.servers.lend(config, [*self.step.models.values()], rank, sender, waits)
+        return servers.lend(config, [*self.step.models.values()], rank, sender, waits)
 
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames
@@ -224,6 +224,7 @@ class _Run:
         failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
         models = RankModels([*step.models.values()], rank)
+        servers = shared_servers()
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
@@ -241,6 +242,7 @@ class _Run:
                     # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
                     check_writable=partial(check_writable, step.output_writer, rank) if kept else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
+                    media=None if servers is None else servers.media,
                 )
                 await scheduler.run(documents)
                 progress.skipped = documents.skipped
@@ -251,6 +253,12 @@ class _Run:
             await asyncio.gather(*watchers, return_exceptions=True)
             models.close()
             documents.close()
+
+
+def shared_servers() -> ServerHost | None:
+    """The servers that this rank shares with others of its process."""
+    host = host_loop()
+    return host.servers if host is not None and isinstance(host.servers, ServerHost) else None
 
 
 def open_old(step: Step, rank: int, identity: RunIdentity) -> RequestCache | None:

@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
-from datatrove_ckpt.inference.servers import pool
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted, ServerStartFailed
+from datatrove_ckpt.inference.client.routing import Sender
+from datatrove_ckpt.inference.servers import host, pool
 from datatrove_ckpt.process import rank_threads
 from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
@@ -227,6 +229,27 @@ def test_the_process_waits_for_a_rank_that_closes_its_files() -> None:
 
     rank_threads.RankThreads(2, preemption, NoServers, run, lambda rank, result: None).work_through([0])
     assert not preemption.shutdown.open_closings
+
+
+async def test_servers_that_cannot_start_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = 0
+
+    @asynccontextmanager
+    async def running(*_: Any) -> AsyncIterator[None]:
+        nonlocal starts
+        starts += 1
+        raise ServerStartFailed("no GPU")
+        yield
+
+    monkeypatch.setattr(host, "running", running)
+    config = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"})
+    servers = host.ServerHost(Shutdown())
+    for rank in range(2):
+        with pytest.raises(ServerStartFailed):
+            async with servers.lend(config, [config], rank, Sender(), lambda outage: None):
+                pass
+    await servers.close()
+    assert starts == 1
 
 
 def test_fewer_than_one_is_refused() -> None:

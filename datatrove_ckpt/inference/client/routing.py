@@ -339,7 +339,7 @@ class Router:
 
     def waiting_of(self, sender: Sender) -> int:
         """Those of one rank."""
-        if len(self.senders) == 1:
+        if self.senders == [sender]:
             return self.waiting
         waiting = [request for _, _, request, _ in self._waiting] + self._quarantine.requests()
         return sum(request.sender is sender for request in waiting)

@@ -13,6 +13,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient, ModelServer
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.connect import Watch, running
 from datatrove_ckpt.inference.servers.warm import RankModels
+from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 
@@ -30,9 +31,13 @@ class ServerHost:
 
     Args:
         shutdown: of the process.
+
+    Attributes:
+        media: how many bytes of media the documents in work may have, of all ranks together.
     """
 
     def __init__(self, shutdown: Shutdown) -> None:
+        self.media = ByteBudget(media_bytes())
         self._shutdown = shutdown
         self._running: dict[str, _Running] = {}  # by the names of the models
         self._models: RankModels | None = None
@@ -80,7 +85,6 @@ class ServerHost:
     async def _serve(
         self, one: _Running, configs: Sequence[InferenceConfig], rank: int, on_outage: Callable[[Outage], None]
     ) -> None:
-        config = one.servers.config
         if self._models is None:
             self._models = RankModels(configs, rank, keeps=False)
         try:
@@ -88,10 +92,9 @@ class ServerHost:
                 one.ready.set_result(watch)
                 await wait_until_cancelled()
         except Exception as error:
-            del self._running[config.name]
             if one.ready.done():
                 raise
-            one.ready.set_exception(error)
+            one.ready.set_exception(error)  # for later ranks, too: what these servers had leased is gone
 
     async def close(self) -> None:
         """Stops all servers. Returns when they have ended."""

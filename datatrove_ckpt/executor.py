@@ -263,7 +263,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         def make_servers() -> ServerHost:
             return ServerHost(preemption.shutdown)
 
-        # A step that changes the folder of the process must not move those of other ranks for longer than it runs.
+        # A step that changes the working directory changes it for all ranks, until the last one ends.
         with gc_tuned(), chdir("."), task_of_many(True), log_of_many(), preemption:
             RankThreads(at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
         yield from results

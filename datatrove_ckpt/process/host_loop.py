@@ -33,8 +33,8 @@ class HostLoop:
         loop: the caller's.
         servers: of all ranks that share the loop; None: the rank has servers of its own.
         order: among those ranks: requests of the lowest one go first.
-        rank: the rank, if several share the loop. Who runs them looks at the time limit and at notices for all.
-        shutdown: of who runs them.
+        rank: the rank, if several share the loop. ``RankThreads`` watches the time limit and notices for all of them.
+        shutdown: of the process, if several ranks share the loop.
 
     Attributes:
         cancellations: how often the caller has cancelled the rank.

@@ -2,8 +2,8 @@
 
 A task appends to its log. datatrove would truncate that of a living rank that is started a second time.
 
-Of several ranks at once in this process, each has a log of its own: datatrove would remove all others. What a thread
-writes that belongs to none of them is in the logs of all.
+Ranks that run at once in this process have a log each: datatrove would remove the others' logs. A line of a thread that
+belongs to no rank goes to all of these logs.
 
 Imported with ``InferenceRunner``, and so by every process that unpickles an executor with such a step.
 """

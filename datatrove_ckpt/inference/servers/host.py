@@ -69,13 +69,14 @@ class ServerHost:
         if one is None:
             one = _Running(ModelServers(config), asyncio.get_running_loop().create_future())
             self._running[config.name] = one
+        was_ready = one.ready.done()
         client = CompletionClient(one.servers, sender)
         if is_first:
             serve = self._serve(one, configs, rank, on_outage)
             one.serving = asyncio.create_task(serve, context=self._context.copy())
         try:
             watch = await asyncio.shield(one.ready)
-            if not is_first and sender.on_server is not None:
+            if was_ready and sender.on_server is not None:  # others have seen the start
                 for index, target in enumerate(one.servers.router.targets):
                     sender.on_server("reused", config.server_name(index), str(target.url), "")
             yield client, watch

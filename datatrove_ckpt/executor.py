@@ -34,6 +34,7 @@ from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
+from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
@@ -54,8 +55,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
     """Runs the ranks of a pipeline on this machine.
 
-    All arguments but the last are those of datatrove's ``LocalPipelineExecutor``. With ``workers=1`` the ranks run in
-    this process, one after the other.
+    All arguments but the last two are those of datatrove's ``LocalPipelineExecutor``. With ``workers=1`` the ranks run
+    in this process, and overlap.
 
     Args:
         max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is
@@ -246,6 +247,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         (runner,) = (step for step in self.pipeline if isinstance(step, InferenceRunner))
         seconds = runner.drain_seconds if runner.checkpoints_local_dir is not None else 0.0
         preemption = Preemption(runner.drain_signals, seconds, runner.preemption_notice)
+        at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
         results = []
 
         def done(rank: int, stats: PipelineStats) -> None:
@@ -256,9 +258,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         def make_servers() -> ServerHost:
             return ServerHost(preemption.shutdown)
 
-        # A step that changes the folder of the process must not move those of other ranks for longer than it runs.
+        # A step that changes the working directory changes it for all ranks, until the last one ends.
         with gc_tuned(), chdir("."), task_of_many(True), log_of_many(), preemption:
-            RankThreads(self._most_at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
+            RankThreads(at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
         yield from results
 
     def _run_apart(self, rank: int) -> PipelineStats:

@@ -167,7 +167,9 @@ class RankReporter(ModelObserver):
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         """Something happened to a server: see ``ServerEvent``."""
-        self.own.restarts += what == "restart"
+        # The ranks that share a server are told of its restart, and their numbers are added: the first one counts it.
+        is_first = not self.clients or any(one.is_first for one in self.clients)
+        self.own.restarts += what == "restart" and is_first
         for known in get_args(ServerWhat):
             if what == known:
                 self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))

@@ -55,8 +55,8 @@ from datatrove_ckpt.output.parquet import prepare_arrow
 from datatrove_ckpt.output.writers import check_rank_in_template, check_writable, writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.open_files import enough_open_files, requests_at_once
+from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
+from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.pool_signals import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -73,8 +73,10 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     # Without a checkpoint a drain would save nothing: the next run starts over.
     seconds = step.drain_seconds if step.checkpoints_local_dir is not None else 0.0
     models = step.models.values()
-    requests = sum(requests_at_once(one.max_concurrent_generations, one.servers) for one in models)
-    limit = enough_open_files(requests, sum(one.servers for one in models))
+    requests, servers = step.requests_and_servers()
+    if rank_of_many() is not None:  # the servers and their connections are shared: the executor has counted them
+        requests = servers = 0
+    limit = enough_open_files(requests, servers)
     preemption = Preemption(step.drain_signals, seconds, step.preemption_notice)
     with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
         preemption.check_time_limit()
@@ -205,11 +207,11 @@ class _Run:
         self, config: InferenceConfig, rank: int, progress: RankReporter, models: RankModels
     ) -> AbstractAsyncContextManager[Served]:
         shutdown, waits = self.preemption.shutdown, progress.of(config).waits
-        host = host_loop()
-        if host is None or not isinstance(host.servers, ServerHost):
+        host, servers = host_loop(), shared_servers()
+        if host is None or servers is None:
             return connect(config, rank, shutdown, progress.server, models, waits)
         sender = Sender(shutdown, host.order, progress.server)
-        return host.servers.lend(config, [*self.step.models.values()], rank, sender, waits)
+        return servers.lend(config, [*self.step.models.values()], rank, sender, waits)
 
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames
@@ -222,6 +224,7 @@ class _Run:
         failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
         models = RankModels([*step.models.values()], rank)
+        servers = shared_servers()
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
@@ -239,6 +242,7 @@ class _Run:
                     # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
                     check_writable=partial(check_writable, step.output_writer, rank) if kept else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
+                    media=None if servers is None else servers.media,
                 )
                 await scheduler.run(documents)
                 progress.skipped = documents.skipped
@@ -249,6 +253,12 @@ class _Run:
             await asyncio.gather(*watchers, return_exceptions=True)
             models.close()
             documents.close()
+
+
+def shared_servers() -> ServerHost | None:
+    """The servers that this rank shares with others of its process."""
+    host = host_loop()
+    return host.servers if host is not None and isinstance(host.servers, ServerHost) else None
 
 
 def open_old(step: Step, rank: int, identity: RunIdentity) -> RequestCache | None:

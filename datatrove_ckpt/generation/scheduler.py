@@ -72,9 +72,13 @@ def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
 
 
 class DocumentLimit:
-    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each. On the event loop."""
+    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each. On the event loop.
 
-    def __init__(self, config: InferenceConfig, *others: InferenceConfig) -> None:
+    Args:
+        media: the budget of bytes of all ranks that share this process; None: the rank has one of its own.
+    """
+
+    def __init__(self, config: InferenceConfig, *others: InferenceConfig, media: ByteBudget | None = None) -> None:
         self._most = most_documents(config, *others)
         self._rollouts = config.rollouts_per_document
         self._routers: list[Router] = []
@@ -82,7 +86,7 @@ class DocumentLimit:
         self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts)) if grows else self._most
         self._in_work = 0
         self._room: asyncio.Future[None] | None = None
-        self._bytes = ByteBudget(media_bytes())
+        self._bytes = media or ByteBudget(media_bytes())
 
     async def acquire(self, size: int) -> None:
         """Returns when there is room for a document of ``size`` bytes, and takes it."""
@@ -151,13 +155,14 @@ class Scheduler:
     check_first: Callable[[Document], None]
     check_writable: Callable[[bytes, str], bool] | None = None
     drop_media: Callable[[Document], None] | None = None
+    media: ByteBudget | None = None
 
     def __post_init__(self) -> None:
         first, *others = self.configs.values()
         self._rollouts = range(first.rollouts_per_document)
         self._dropped = 0
         self._takes_vectors = False  # not known yet
-        self._document_limit = DocumentLimit(first, *others)
+        self._document_limit = DocumentLimit(first, *others, media=self.media)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()

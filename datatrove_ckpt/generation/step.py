@@ -32,6 +32,7 @@ from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writers import check_writer
+from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.preemption import Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
@@ -157,6 +158,12 @@ class Step(PipelineStep):
         """The first one."""
         assert isinstance(self.config, InferenceConfig)
         return self.config
+
+    def requests_and_servers(self) -> tuple[int, int]:
+        """How many requests may be in flight at once, and how many servers there are. For ``raise_limit``."""
+        models = self.models.values()
+        requests = sum(requests_at_once(one.max_concurrent_generations, one.servers) for one in models)
+        return requests, sum(one.servers for one in models)
 
     @property
     def checkpoints_root(self) -> Path:

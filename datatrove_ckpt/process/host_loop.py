@@ -16,9 +16,10 @@ import concurrent.futures
 import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _CAUSE = "the cancellation of run_async"
@@ -32,13 +33,14 @@ class HostLoop:
         loop: the caller's.
         servers: of all ranks that share the loop; None: the rank has servers of its own.
         order: among those ranks: requests of the lowest one go first.
-        rank: the rank, if several share the loop. Who runs them looks at the time limit and at notices for all.
-        shutdown: of who runs them.
+        rank: the rank, if several share the loop. ``RankThreads`` watches the time limit and notices for all of them.
+        shutdown: of the process, if several ranks share the loop.
 
     Attributes:
         cancellations: how often the caller has cancelled the rank.
         has_admitted: the rank has handed out all its documents.
         save: returns when everything that the rank has handed over is on the disk.
+        is_open: the rank processes documents, or closes its files. Before that it has nothing to save.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class HostLoop:
         self.cancellations = 0
         self.has_admitted = False
         self.save: Callable[[], None] | None = None
+        self.is_open = False
         self._loop = loop
         self._cause = _CAUSE
         self._shutdown: Shutdown | None = None
         self._is_fast = False
+        self._closings = ExitStack()
 
     def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs this on the caller's loop, and waits for it in this thread.
@@ -86,12 +90,23 @@ class HostLoop:
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """In this block the rank has something to save."""
+        """In this block the rank has something to save. After it, the rank closes its files, until ``detach``."""
         self.save = save
+        self.is_open = True
         try:
             yield
         finally:
             self.save = None
+            call_soon(self._loop, self._closing_started)
+
+    def detach(self) -> None:
+        """The rank has ended, or its step. In the rank's thread."""
+        self.is_open = False
+        call_soon(self._loop, self._closings.close)
+
+    def _closing_started(self) -> None:
+        if self._parent is not None:
+            self._closings.enter_context(self._parent.closing())
 
     def cancel(self) -> None:
         """The rank drains, and ends. A second call ends the drain. On the caller's loop."""
@@ -119,6 +134,12 @@ _host = contextvars.ContextVar[HostLoop | None]("host", default=None)
 def host_loop() -> HostLoop | None:
     """The event loop that this rank runs on, if that is not its own."""
     return _host.get()
+
+
+def rank_of_many() -> int | None:
+    """The rank that this thread or task works for, if several ranks share the process."""
+    host = host_loop()
+    return None if host is None else host.rank
 
 
 async def run_hosted(run: Callable[[], None], name: str, host: HostLoop | None = None) -> None:

@@ -62,8 +62,14 @@ def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
     return max(_FEWEST_PER_SERVER * servers, min(_MOST_PER_SERVER * servers, fitting))
 
 
-def raise_limit(requests: int, servers: int) -> None:
+def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     """Raises the soft limit to what the rank needs. It is never lowered.
+
+    Args:
+        ranks: how many ranks share the servers.
+
+    Returns:
+        How many of these ranks the limit allows at one time, at least one.
 
     Raises:
         ConfigError: the hard limit is too low. Only an administrator can raise that one.
@@ -71,13 +77,15 @@ def raise_limit(requests: int, servers: int) -> None:
     needed = files_needed(requests, servers)
     soft, hard = limits()
     # With several servers, connections to one may still be idle while all requests go to the others.
-    wanted = min(needed + _SPARE + (requests if servers > 1 else 0), hard)
+    others = (ranks - 1) * _FILES
+    wanted = min(needed + others + _SPARE + (requests if servers > 1 else 0), hard)
     if soft < wanted:
         with suppress(ValueError, OSError):  # some systems allow less than the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     allowed = limits()[0]
     if allowed < needed:
         raise ConfigError(too_low(requests, needed, allowed))
+    return min(ranks, 1 + (allowed - needed) // _FILES)
 
 
 def too_low(requests: int, needed: int, allowed: int) -> str:

@@ -68,7 +68,7 @@ from loguru import logger
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.formatting import printable
 from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.host_loop import host_loop
+from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.pool_signals import drain_pools, end_managers, is_pool_worker, managers_gone, spare
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
@@ -429,8 +429,7 @@ class Preemption:
         self._interruptible = False
         self._pid = os.getpid()
         self._is_pool_worker = is_pool_worker()
-        host = host_loop()
-        self._is_one_of_many = host is not None and host.rank is not None
+        self._is_one_of_many = rank_of_many() is not None
 
     # set the handlers, restore them, raise again ------------------------------------------------------------------
 
@@ -445,7 +444,9 @@ class Preemption:
             # None: a handler that Python did not set and cannot restore
             if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
                 self._previous[number] = usual_handler(signal.signal(number, self._receive))
-        self.shutdown.handles_interrupt = signal.SIGINT in self._previous
+        parent = self.shutdown.parent  # its rollouts run in the main thread
+        of_process = parent is not None and parent.handles_interrupt
+        self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._previous
         if self._setting is not None and not self._is_one_of_many:
             self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
         return self
@@ -453,6 +454,8 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if (host := host_loop()) is not None:
+            host.detach()
         if self._watch is not None:
             self._watch.close()
         for number, previous in self._previous.items():

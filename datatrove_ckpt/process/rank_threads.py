@@ -3,11 +3,10 @@
 The end of a rank waits for its last answer, and long answers need minutes. Meanwhile the servers would have hardly any
 requests. So the next rank starts before that:
 
-    a rank starts    when each rank that runs has handed out all its documents, and the servers could take more requests
-                     than there are
-    first            go the requests of the rank that started first
-    a failure        drains the rank. No rank starts any more; the others drain, too
-    a signal         drains all ranks. This process's own handlers are called once all have ended
+    a rank starts    when each running rank has handed out all its documents, and the servers have free places
+    requests         of the rank that started first are sent first
+    a failure        drains its rank, then all other ranks. No further rank starts
+    a signal         drains all ranks. The old handlers are called once all ranks have ended
 
 The loop runs in the main thread, as that of a single rank does, and what blocks runs in a thread for each rank: see
 ``host_loop.py``.
@@ -26,9 +25,9 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import HostLoop, run_hosted
 from datatrove_ckpt.process.preemption import Preemption
 
-_LOOK = 0.1  # seconds between two looks whether a rank may start
-_LOOKS = 2  # in a row that must find free places
-_FAILED = "The failure of another rank"
+_LOOK_SECONDS = 0.1
+_LOOKS = 2  # how many looks in a row must find free places before a rank starts
+_FAILED = "the failure of another rank"
 _Result = TypeVar("_Result")
 
 
@@ -93,14 +92,21 @@ class RankThreads(Generic[_Result]):
                     break
                 host = HostLoop(asyncio.get_running_loop(), servers, order, rank, self._preemption.shutdown)
                 self._hosts.append(host)
+                self._stop()  # if a signal came since the look above
                 running.add(asyncio.create_task(self._work(rank, host)))
-            if running:
-                await asyncio.wait(running)
+            while running and not self._may_leave:
+                ended, _ = await asyncio.wait(running, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                running -= ended
         finally:
             time_limit.cancel()
             await asyncio.gather(time_limit, return_exceptions=True)
             with self._preemption.shutdown.closing():
                 await servers.close()
+
+    @property
+    def _may_leave(self) -> bool:
+        """A signal ends the process, and the ranks that are left wait for a mirror or a listing: nothing ends that."""
+        return self._preemption.shutdown.is_requested and not any(host.is_open for host in self._hosts)
 
     @property
     def _ends(self) -> bool:
@@ -110,7 +116,7 @@ class RankThreads(Generic[_Result]):
         """Returns once another rank may start, or none any more."""
         looks = 0
         while running and looks < _LOOKS and not self._ends:
-            ended, _ = await asyncio.wait(running, timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(running, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             running -= ended
             is_free = len(running) < self._at_once and servers.has_room
             is_free = is_free and all(host.has_admitted for host in self._hosts)
@@ -133,7 +139,7 @@ class RankThreads(Generic[_Result]):
         results.append(self._run(rank))
 
     def _stop(self) -> None:
-        """Something has changed, perhaps in a signal handler."""
+        """Stops all ranks if the process stops or a rank has failed. Perhaps in a signal handler."""
         shutdown = self._preemption.shutdown
         cause = shutdown.cause
         if self._failure is not None:
@@ -143,10 +149,11 @@ class RankThreads(Generic[_Result]):
                 host.stop(cause, shutdown.is_fast)
 
     def _save(self) -> None:
-        """What all ranks have handed over gets onto the disk. In any thread."""
+        """Writes to the disk what all ranks have handed over. In any thread."""
         for host in list(self._hosts):
-            if host.save is not None:
+            save = host.save  # the rank's thread may set it to None
+            if save is not None:
                 try:
-                    host.save()
+                    save()
                 except Exception as error:
                     logger.error(f"A part of the work could not be saved: {error}")

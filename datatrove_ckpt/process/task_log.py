@@ -2,8 +2,8 @@
 
 A task appends to its log. datatrove would truncate that of a living rank that is started a second time.
 
-Of several ranks at once in this process, each has a log of its own: datatrove would remove all others. What a thread
-writes that belongs to none of them is in the logs of all.
+Ranks that run at once in this process have a log each: datatrove would remove the others' logs. A line of a thread that
+belongs to no rank goes to all of these logs.
 
 Imported with ``InferenceRunner``, and so by every process that unpickles an executor with such a step.
 """
@@ -21,7 +21,7 @@ from datatrove.executor import base
 from datatrove.io import DataFolder
 from loguru import logger
 
-from datatrove_ckpt.process.host_loop import host_loop
+from datatrove_ckpt.process.host_loop import rank_of_many
 
 _add_task_logger = base.add_task_logger
 _close_task_logger = base.close_task_logger
@@ -32,21 +32,15 @@ _sinks: dict[int, int] = {}
 """By the ids of log files: the sinks of ranks that run at once."""
 
 
-def _rank() -> int | None:
-    """Of the thread or task that asks, if several ranks run at once."""
-    host = host_loop()
-    return None if host is None else host.rank
-
-
 def _is_of(rank: int) -> Callable[[Any], bool]:
-    return lambda record: _rank() in (rank, None)
+    return lambda record: rank_of_many() in (rank, None)
 
 
 def _add(folder: DataFolder, rank: int, local_rank: int = 0, node_rank: int = -1) -> TextIO:
     def append(path: str, mode: str) -> TextIO:
         return folder.open(path, "a" if folder.is_local() else mode)  # type: ignore[no-any-return]
 
-    if _rank() is None:
+    if rank_of_many() is None:
         return _add_task_logger(  # type: ignore[no-any-return]
             SimpleNamespace(open=append), rank, local_rank, node_rank=node_rank
         )

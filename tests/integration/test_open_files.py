@@ -173,3 +173,15 @@ def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_t
         open_files.raise_limit(requests=5000, servers=1)
     fitting = int(str(raised.value).rpartition("at most ")[2].rstrip("."))
     open_files.raise_limit(requests=fitting, servers=1)
+
+
+@pytest.mark.parametrize(("hard", "ranks", "soft"), [(1008, 1, 1008), (1300, 3, 1300), (1 << 20, 8, 2160)])
+def test_ranks_that_share_servers_have_their_connections_once(
+    monkeypatch: pytest.MonkeyPatch, hard: int, ranks: int, soft: int
+) -> None:
+    current = [256, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair))
+    monkeypatch.setattr(open_files, "_open_now", lambda: 100)
+    assert open_files.raise_limit(requests=776, servers=1, ranks=8) == ranks
+    assert current == [soft, hard]

@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,17 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import ConfigError, DocumentFailed
-from datatrove_ckpt.inference.servers import pool
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted, ServerStartFailed
+from datatrove_ckpt.inference.client.routing import Sender
+from datatrove_ckpt.inference.servers import host, pool
+from datatrove_ckpt.process import rank_threads
+from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
 from tests.bench.barrier import measure
+from tests.histories import read_history
 from tests.integration.test_supervision import asked, engines
 from tests.integration.test_warm_servers import SCRIPT
 from tests.patience import ChangePolicy, until
@@ -136,7 +141,7 @@ def test_the_failure_of_a_rank_lets_the_others_save_what_they_have() -> None:
     ranks = ("wait 0,a", "wait 1", "bad", "b")
     log = Path("job/logs/logs/task_00001.log")
     with (
-        gate_opens(lambda: log.exists() and "The failure of another rank" in log.read_text()),
+        gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
         pytest.raises(DocumentFailed, match="2-0"),
     ):
         executor(*ranks, rollout=cannot_do_bad_ones).run()
@@ -155,7 +160,12 @@ def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_aga
         executor("wait 0", "wait 1", "die once").run()
     assert len(engines()) == 2
     assert asked() == {"wait 0": 2, "wait 1": 2, "die once": 2}
+    histories = [read_history(path) for path in Path("job/checkpoints").glob("*/history.jsonl")]
+    assert [history.last.own.restarts for history in histories if history.last].count(1) == 1
+    assert all("death" in [event.what for event in history.attempts[-1].servers] for history in histories)
     assert jobs.ids(Path("job")) == ["0-0", "1-0", "2-0"]
+    for rank in range(3):
+        assert "is given up" in Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
 
 
 def test_a_request_that_kills_servers_is_the_only_dead_letter() -> None:
@@ -165,6 +175,85 @@ def test_a_request_that_kills_servers_is_the_only_dead_letter() -> None:
     (letter,) = [line for path in Path("job").rglob("dead_letters.jsonl") for line in path.read_text().splitlines()]
     assert json.loads(letter)["id"] == "1-0"
     assert jobs.ids(Path("job")) == ["0-0", "0-1", "0-2", "0-3", "1-1", "2-0"]
+
+
+async def interrupts_at_bad_ones(document: Document, generate: Any) -> Any:
+    if document.text == "bad" and not is_mended():
+        raise KeyboardInterrupt
+    return await jobs.ask(document, generate)
+
+
+def test_a_rollout_that_raises_keyboard_interrupt_fails_its_rank_only() -> None:
+    log = Path("job/logs/logs/task_00000.log")
+    with (
+        gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
+        pytest.raises(DocumentFailed, match="KeyboardInterrupt"),
+    ):
+        executor("wait 0", "bad", rollout=interrupts_at_bad_ones).run()
+    assert asked() == {"wait 0": 1}
+    Path("mended").touch()
+    executor("wait 0", "bad", rollout=interrupts_at_bad_ones).run()
+    assert asked() == {"wait 0": 1, "bad": 1}
+
+
+class NoServers:
+    has_room = True
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    preemption = Preemption((), 0.0)
+    stopped: list[bool] = []
+
+    class SignalledHost(rank_threads.HostLoop):
+        def __init__(self, *arguments: Any) -> None:
+            preemption.shutdown.request("SIGTERM")
+            super().__init__(*arguments)
+
+    def run(rank: int) -> None:
+        with Preemption((), 0.0) as of_rank:
+            stopped.append(of_rank.shutdown.is_requested)
+
+    monkeypatch.setattr(rank_threads, "HostLoop", SignalledHost)
+    with pytest.raises(Preempted):
+        rank_threads.RankThreads(2, preemption, NoServers, run, lambda rank, result: None).work_through([0, 1])
+    assert stopped == [True]
+
+
+def test_the_process_waits_for_a_rank_that_closes_its_files() -> None:
+    preemption = Preemption((), 0.0)
+
+    def run(rank: int) -> None:
+        with Preemption((), 0.0) as of_rank:
+            with of_rank.watched(lambda: None):
+                assert not preemption.shutdown.open_closings
+            until(lambda: preemption.shutdown.open_closings == 1)
+
+    rank_threads.RankThreads(2, preemption, NoServers, run, lambda rank, result: None).work_through([0])
+    assert not preemption.shutdown.open_closings
+
+
+async def test_servers_that_cannot_start_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = 0
+
+    @asynccontextmanager
+    async def running(*_: Any) -> AsyncIterator[None]:
+        nonlocal starts
+        starts += 1
+        raise ServerStartFailed("no GPU")
+        yield
+
+    monkeypatch.setattr(host, "running", running)
+    config = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"})
+    servers = host.ServerHost(Shutdown())
+    for rank in range(2):
+        with pytest.raises(ServerStartFailed):
+            async with servers.lend(config, [config], rank, Sender(), lambda outage: None):
+                pass
+    await servers.close()
+    assert starts == 1
 
 
 def test_fewer_than_one_is_refused() -> None:
@@ -221,8 +310,8 @@ LocalPipelineExecutor([JsonlReader("input"), step], tasks=3, workers=1, logging_
 
 
 @contextmanager
-def job(server: FakeServer) -> Iterator[subprocess.Popen[bytes]]:
-    Path("job.py").write_text(JOB)
+def job(server: FakeServer, before: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    Path("job.py").write_text(before + JOB)
     Path("input").mkdir(exist_ok=True)
     for rank in range(3):
         lines = [json.dumps({"id": f"{rank}-{n}", "text": f"text {rank} {n}"}) for n in range(5)]
@@ -250,3 +339,28 @@ def test_a_signal_while_three_ranks_have_requests_in_flight(number: signal.Signa
         times = Counter(server.asked.values())
         assert times == ({1: 15} if number == signal.SIGTERM else {1: 9, 2: 6})
     assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(3) for n in range(5))
+
+
+def test_a_signal_does_not_wait_for_a_rank_that_has_not_begun() -> None:
+    """Rank 1 waits for its mirror, in a thread, where no signal interrupts it."""
+    slow = """
+import time
+import datatrove_ckpt.generation.rank as rank
+usual = rank.restore_from_mirror
+def restore(step, number, preemption):
+    if number == 1:
+        open("waits", "w").close()
+        time.sleep(100)
+    usual(step, number, preemption)
+rank.restore_from_mirror = restore
+"""
+    with FakeServer(hold_after=4) as server:
+        with job(server, slow) as process:
+            until(Path("waits").exists)
+            os.kill(process.pid, signal.SIGTERM)
+            until(lambda: b"SIGTERM" in Path("logs/logs/task_00000.log").read_bytes())
+            server.release()
+            assert process.wait(15) in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        with job(server) as process:
+            assert process.wait(30) == 0
+        assert set(server.asked.values()) == {1}

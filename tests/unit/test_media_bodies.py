@@ -232,6 +232,18 @@ async def test_large_documents_wait_for_bytes_and_small_ones_do_not(monkeypatch:
     await third
 
 
+async def test_ranks_that_share_a_process_share_the_bytes() -> None:
+    config = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100)
+    budget = ByteBudget(1_000_000)
+    first, second = DocumentLimit(config, media=budget), DocumentLimit(config, media=budget)
+    await first.acquire(900_000)
+    waiting = asyncio.create_task(second.acquire(900_000))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    first.release(900_000)
+    await waiting
+
+
 CGROUPS = {
     "v2": ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "5000\n", "memory.max": "9000\n"}, 5000),
     "v1": ("3:cpu:/x\n2:memory:/a\n", {"memory/a/memory.limit_in_bytes": "7000\n", "x/memory.max": "1"}, 7000),

@@ -91,6 +91,8 @@ async def test_requests_of_the_rank_that_started_first_go_first() -> None:
     await settle()
     made.senders += [first, second]
     assert (made.waiting_of(first), made.waiting_of(second)) == (1, 1)
+    made.senders.remove(second)  # its rank has ended
+    assert made.waiting_of(second) == 1
     made.release(target, Request(second))
     await settle()
     assert (early.done(), late.done()) == (True, False)

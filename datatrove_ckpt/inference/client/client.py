@@ -397,6 +397,11 @@ class CompletionClient:
         self._router.senders.append(self.sender)
         self._sleep = sleep
 
+    @property
+    def is_first(self) -> bool:
+        """Of the ranks that share the servers, this is the one that began first."""
+        return self._router.senders[:1] == [self.sender]
+
     def leave(self) -> None:
         """The rank sends nothing more."""
         self._router.senders.remove(self.sender)

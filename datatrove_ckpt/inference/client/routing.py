@@ -69,12 +69,12 @@ rank, its URL without secrets or None, and why it died or ""."""
 
 
 class Sender:
-    """A rank, among those that send requests to the same servers.
+    """One of the ranks that send requests to the same servers.
 
     Args:
-        shutdown: of the rank; None: of nobody. Once the rank stops, none of its requests is sent any more.
-        order: requests of the lowest one go first.
-        on_server: gets what happens to servers that we launch; None: nobody does.
+        shutdown: of the rank. Once the rank stops, its requests are not sent any more.
+        order: requests of the sender with the lowest order are sent first.
+        on_server: called with what happens to servers that we launch.
 
     Attributes:
         in_flight: attempts under way.
@@ -100,7 +100,7 @@ class Request:
     """The history of one request over all its attempts.
 
     Args:
-        sender: whose it is; None: nobody's.
+        sender: the rank that sends it; None: a new one.
 
     Attributes:
         deaths: the deaths of servers at which it was in flight.
@@ -339,7 +339,7 @@ class Router:
 
     def waiting_of(self, sender: Sender) -> int:
         """Those of one rank."""
-        if len(self.senders) == 1:
+        if self.senders == [sender]:
             return self.waiting
         waiting = [request for _, _, request, _ in self._waiting] + self._quarantine.requests()
         return sum(request.sender is sender for request in waiting)

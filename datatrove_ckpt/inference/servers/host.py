@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient, ModelServer
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.connect import Watch, running
 from datatrove_ckpt.inference.servers.warm import RankModels
+from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 
@@ -29,12 +31,18 @@ class ServerHost:
 
     Args:
         shutdown: of the process.
+
+    Attributes:
+        media: how many bytes of media the documents in work may have, of all ranks together.
     """
 
     def __init__(self, shutdown: Shutdown) -> None:
+        self.media = ByteBudget(media_bytes())
         self._shutdown = shutdown
         self._running: dict[str, _Running] = {}  # by the names of the models
         self._models: RankModels | None = None
+        # Servers outlive the rank that starts them: their log lines belong to all ranks.
+        self._context = contextvars.copy_context()
 
     @property
     def has_room(self) -> bool:
@@ -61,12 +69,14 @@ class ServerHost:
         if one is None:
             one = _Running(ModelServers(config), asyncio.get_running_loop().create_future())
             self._running[config.name] = one
+        was_ready = one.ready.done()
         client = CompletionClient(one.servers, sender)
         if is_first:
-            one.serving = asyncio.create_task(self._serve(one, configs, rank, on_outage))
+            serve = self._serve(one, configs, rank, on_outage)
+            one.serving = asyncio.create_task(serve, context=self._context.copy())
         try:
             watch = await asyncio.shield(one.ready)
-            if not is_first and sender.on_server is not None:
+            if was_ready and sender.on_server is not None:  # others have seen the start
                 what = "ready" if config.server_type == "endpoint" else "reused"
                 for index, target in enumerate(one.servers.router.targets):
                     if target.up:
@@ -78,7 +88,6 @@ class ServerHost:
     async def _serve(
         self, one: _Running, configs: Sequence[InferenceConfig], rank: int, on_outage: Callable[[Outage], None]
     ) -> None:
-        config = one.servers.config
         if self._models is None:
             self._models = RankModels(configs, rank, keeps=False)
         try:
@@ -86,10 +95,9 @@ class ServerHost:
                 one.ready.set_result(watch)
                 await wait_until_cancelled()
         except Exception as error:
-            del self._running[config.name]
             if one.ready.done():
                 raise
-            one.ready.set_exception(error)
+            one.ready.set_exception(error)  # for later ranks, too: what these servers had leased is gone
 
     async def close(self) -> None:
         """Stops all servers. Returns when they have ended."""

@@ -11,6 +11,7 @@ It differs in what happens here:
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from contextlib import chdir, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import multiprocess
@@ -31,6 +33,7 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.formatting import all_are, plural, plural_is
+from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
@@ -258,13 +261,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         def make_servers() -> ServerHost:
             return ServerHost(preemption.shutdown)
 
-        # A step that changes the working directory changes it for all ranks, until the last one ends.
-        with gc_tuned(), chdir("."), task_of_many(True), log_of_many(), preemption:
-            RankThreads(at_once, preemption, make_servers, self._run_apart, done).work_through(ranks)
+        run = partial(self._run_apart, Path.cwd())
+        who = "A rollout, or a task that it started,"
+        with gc_tuned(), chdir("."), task_of_many(True), log_of_many(), preemption, no_exit(who, preemption.shutdown):
+            RankThreads(at_once, preemption, make_servers, run, done).work_through(ranks)
         yield from results
 
-    def _run_apart(self, rank: int) -> PipelineStats:
-        """Runs one rank with steps of its own, in a thread."""
+    def _run_apart(self, folder: Path, rank: int) -> PipelineStats:
+        """Runs one rank with steps of its own, in a thread. Like any rank, it starts in the folder of the process."""
+        os.chdir(folder)  # a step may have changed it; that is for all ranks at work, until the next one starts
         executor = copy(self)
         executor.pipeline = deepcopy(self.pipeline)
         try:

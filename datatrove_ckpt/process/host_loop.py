@@ -88,6 +88,11 @@ class HostLoop:
         self.has_admitted = False
         self._pass_on()
 
+    @property
+    def is_stopping(self) -> bool:
+        """The rank fails, or is asked to stop."""
+        return self._shutdown is not None and self._shutdown.is_stopping
+
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
         """In this block the rank has something to save. After it, the rank closes its files, until ``detach``."""
@@ -111,7 +116,7 @@ class HostLoop:
     def cancel(self) -> None:
         """The rank drains, and ends. A second call ends the drain. On the caller's loop."""
         self.cancellations += 1
-        self._is_fast = self.cancellations > 1 or (self._shutdown is not None and self._shutdown.is_stopping)
+        self._is_fast = self.cancellations > 1 or self.is_stopping
         self._pass_on()
 
     def stop(self, cause: str, is_fast: bool) -> None:

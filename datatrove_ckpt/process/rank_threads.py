@@ -110,7 +110,8 @@ class RankThreads(Generic[_Result]):
 
     @property
     def _ends(self) -> bool:
-        return self._failure is not None or self._preemption.shutdown.is_requested
+        is_failing = self._failure is not None or any(host.is_stopping for host in self._hosts)
+        return is_failing or self._preemption.shutdown.is_requested
 
     async def _until_room(self, running: set[asyncio.Task[None]], servers: Servers) -> None:
         """Returns once another rank may start, or none any more."""

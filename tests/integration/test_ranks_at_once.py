@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -17,9 +19,10 @@ from typing import Any
 
 import pytest
 from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted, ServerStartFailed
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted, ServerStartFailed, UnexpectedExit
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers import host, pool
 from datatrove_ckpt.process import rank_threads
@@ -33,6 +36,7 @@ from tests.histories import read_history
 from tests.integration.test_supervision import asked, engines
 from tests.integration.test_warm_servers import SCRIPT
 from tests.patience import ChangePolicy, until
+from tests.processes import is_alive
 
 
 @pytest.fixture(autouse=True)
@@ -254,6 +258,69 @@ async def test_servers_that_cannot_start_are_started_once(monkeypatch: pytest.Mo
                 pass
     await servers.close()
     assert starts == 1
+
+
+async def leaves(document: Document, generate: Any) -> Any:
+    """For one document, in a task of its own: an exit leaves the event loop, and not the rollout."""
+
+    async def part() -> Any:
+        if document.text == "exit":
+            sys.exit()
+        return await jobs.ask(document, generate)
+
+    (result,) = await asyncio.gather(part())
+    return result
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exit_in_a_task_of_a_rollout_is_an_error() -> None:
+    """The loop has ended before it has seen the end of the server's process."""
+    with pytest.raises(UnexpectedExit, match=r"called sys.exit\(\)"):
+        executor("a,b", "exit", "c", rollout=leaves).run()
+    until(lambda: not any(is_alive(pid) for pid in engines()))
+    gc.collect()
+    assert not Path("job/logs/completions/00001").exists()
+
+
+class Moves(PipelineStep):  # type: ignore[misc]  # datatrove has no types
+    name = "moves"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = str(folder)
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        os.chdir(self.folder)
+        yield from data
+
+
+def test_each_rank_starts_in_the_folder_of_the_process(here: Path) -> None:
+    Path("elsewhere").mkdir()
+    pipeline = executor("a", "b", "c").pipeline
+    with FakeServer() as server:
+        config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
+        step = InferenceRunner(jobs.ask, config, jobs.writer(here / "job"), checkpoints_local_dir="checkpoints")
+        steps = [pipeline[0], Moves(here / "elsewhere"), step]
+        LocalPipelineExecutor(steps, tasks=3, workers=1, logging_dir=str(here / "logs")).run()
+    assert Path.cwd() == here
+    assert {path.name for path in Path("checkpoints").glob("0000*")} == {"00000", "00001", "00002"}
+    assert jobs.ids(here / "job") == ["0-0", "1-0", "2-0"]
+
+
+async def fails_after_a_request(document: Document, generate: Any) -> Any:
+    while document.text == "bad" and not asked():
+        await asyncio.sleep(0.01)
+    return await cannot_do_bad_ones(document, generate)
+
+
+def test_no_rank_starts_while_another_fails() -> None:
+    log = Path("job/logs/logs/task_00000.log")
+    with (
+        gate_opens(lambda: log.exists() and "has failed (DocumentFailed)" in log.read_text()),
+        pytest.raises(DocumentFailed, match="0-1"),
+    ):
+        executor("wait 0,bad", "c", rollout=fails_after_a_request).run()
+    assert asked() == {"wait 0": 1}
 
 
 def test_fewer_than_one_is_refused() -> None:

@@ -46,9 +46,9 @@ class ServerHost:
 
     @property
     def has_room(self) -> bool:
-        """Whether servers could take more requests than there are."""
+        """Whether the servers of each model could take more requests than there are."""
         routers = [one.servers.router for one in self._running.values()]
-        return any(router.in_flight < router.capacity and not router.waiting for router in routers)
+        return routers != [] and all(one.in_flight < one.capacity and not one.waiting for one in routers)
 
     @asynccontextmanager
     async def lend(

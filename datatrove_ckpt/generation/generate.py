@@ -104,6 +104,7 @@ class RankContext(Protocol):
     observer: RankReporter
     drain: Drain
     shutdown: Shutdown
+    has_ended: bool
 
     async def wait_for_storage(self) -> None: ...
 
@@ -141,8 +142,10 @@ class Answers:
 
     @property
     def have_ended(self) -> bool:
-        """A rollout that swallows its error or its cancellation and tries again must not keep the event loop busy."""
-        return self.failure is not None or self._rank.shutdown.aborted
+        """A rollout that swallows its error or its cancellation and tries again must not keep the event loop busy. A
+        task that it has left behind must not ask for what nobody keeps.
+        """
+        return self.failure is not None or self._rank.has_ended or self._rank.shutdown.aborted
 
     def request_started(self) -> None:
         """A request of the document starts to wait for the server."""

@@ -160,6 +160,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         first, *others = self.configs.values()
         self._rollouts = range(first.rollouts_per_document)
+        self.has_ended = False
         self._dropped = 0
         self._takes_vectors = False  # not known yet
         self._document_limit = DocumentLimit(first, *others, media=self.media)
@@ -220,6 +221,7 @@ class Scheduler:
                 await self.next_change()
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
+            self.has_ended = True
             self._completed.set_result(None)
             for task in background_tasks:
                 if task not in serving or not serving[task].client.done():

@@ -35,7 +35,7 @@ from tests.bench.barrier import measure
 from tests.histories import read_history
 from tests.integration.test_supervision import asked, engines
 from tests.integration.test_warm_servers import SCRIPT
-from tests.patience import ChangePolicy, until
+from tests.patience import ChangePolicy, until, until_async
 from tests.processes import is_alive
 
 
@@ -311,6 +311,31 @@ async def fails_after_a_request(document: Document, generate: Any) -> Any:
     while document.text == "bad" and not asked():
         await asyncio.sleep(0.01)
     return await cannot_do_bad_ones(document, generate)
+
+
+left_behind: list[asyncio.Task[Any]] = []
+asked_late: list[bool] = []
+
+
+def is_complete() -> bool:
+    return "Processing done" in Path("job/logs/logs/task_00000.log").read_text()
+
+
+async def leaves_a_task_behind(document: Document, generate: Any) -> Any:
+    async def late() -> None:
+        await until_async(is_complete)
+        asked_late.append(True)
+        await generate({"messages": [{"role": "user", "content": "late"}]})
+
+    if document.id == "0-0":
+        left_behind.append(asyncio.create_task(late()))
+    return await jobs.ask(document, generate)
+
+
+def test_a_task_that_a_rollout_has_left_behind_asks_nothing_once_its_rank_is_complete() -> None:
+    with gate_opens(lambda: asked_late):
+        executor("a", "wait 1,b", rollout=leaves_a_task_behind).run()
+    assert asked() == {"a": 1, "wait 1": 1, "b": 1}
 
 
 def test_no_rank_starts_while_another_fails() -> None:

@@ -557,8 +557,10 @@ class Preemption:
 
     async def watch_time_limit(self) -> None:
         """Requests a stop early enough before Slurm ends the job."""
+        if self._is_one_of_many:
+            return
         end = await slurm_deadline()
-        if end is None or self._is_one_of_many:
+        if end is None:
             return
         await asyncio.sleep(stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time())
         self._stop_for_time_limit()

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -64,7 +65,8 @@ class Publisher:
     def __post_init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="datatrove-ckpt publisher", daemon=True).start()
+        work = copy_context().run  # its lines are in the rank's log
+        threading.Thread(target=work, args=(self._run,), name="datatrove-ckpt publisher", daemon=True).start()
 
     def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
         """``journal`` holds all documents of the chunk, and is synced."""

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from contextvars import copy_context
 from typing import TypeAlias, TypeVar
 
 from datatrove_ckpt.checkpoint.chunks import Chunk
@@ -57,7 +58,8 @@ class StorageThread:
         # Two counters, each written by one thread only, instead of one that would need a lock.
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
-        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt storage", daemon=True)
+        work = copy_context().run  # its lines are in the rank's log
+        self._thread = threading.Thread(target=work, args=(self._run,), name="datatrove-ckpt storage", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence, Sized
+from contextvars import copy_context
 from copy import deepcopy
 
 from datatrove.data import Document
@@ -220,7 +221,9 @@ class DocumentSource:
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A daemon, because a blocked reader must not keep a failed process running.
-        threading.Thread(target=self._run, args=(point,), name="datatrove-ckpt reader", daemon=True).start()
+        # In the rank's context, so that its lines are in the rank's log.
+        work = copy_context().run
+        threading.Thread(target=work, args=(self._run, point), name="datatrove-ckpt reader", daemon=True).start()
         ended = False
         while not ended:
             if not self._arrived.is_set():

@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -297,7 +298,8 @@ class RemoteMirror:
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
-        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt mirror", daemon=True)
+        work = copy_context().run  # its lines are in the rank's log
+        self._thread = threading.Thread(target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True)
         self._uploads: Uploads | None = None
         self._failures = 0
         self._failure = "no answer"

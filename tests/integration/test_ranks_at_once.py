@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def test_each_rank_has_its_own_log() -> None:
         text = Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
         assert f"Rank {rank}: " in text
         assert f"Processing done for rank={rank}" in text
+        assert re.findall(r"Reading input file (\d)", text) == [str(rank)]
         assert not [other for other in range(3) if other != rank and f"Rank {other}: " in text]
 
 

@@ -142,7 +142,7 @@ class RankReporter(ModelObserver):
         self._checkpoint.clock.serving()
 
     def answered(self, completion: Completion) -> None:
-        self.answered_at = time.monotonic()
+        super().answered(completion)
         usage = completion.usage
         prompt, tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         self.own.requests += 1
@@ -167,9 +167,10 @@ class RankReporter(ModelObserver):
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         """Something happened to a server: see ``ServerEvent``."""
-        # The ranks that share a server are told of its restart, and their numbers are added: the first one counts it.
-        is_first = not self.clients or any(one.is_first for one in self.clients)
-        self.own.restarts += what == "restart" and is_first
+        if what == "restart":
+            # All ranks that share the server are told, and their numbers are added: so only the first one counts it.
+            is_first = not self.clients or any(one.is_first for one in self.clients)
+            self.own.restarts += is_first
         for known in get_args(ServerWhat):
             if what == known:
                 self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))

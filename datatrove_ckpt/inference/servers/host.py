@@ -65,15 +65,13 @@ class ServerHost:
             configs: of all models of the rank.
         """
         one = self._running.get(config.name)
-        is_first = one is None
         if one is None:
             one = _Running(ModelServers(config), asyncio.get_running_loop().create_future())
             self._running[config.name] = one
+            serve = self._serve(one, configs, rank, on_outage)  # begins once this rank has joined below
+            one.serving = asyncio.create_task(serve, context=self._context.copy())
         was_ready = one.ready.done()
         client = CompletionClient(one.servers, sender)
-        if is_first:
-            serve = self._serve(one, configs, rank, on_outage)
-            one.serving = asyncio.create_task(serve, context=self._context.copy())
         try:
             watch = await asyncio.shield(one.ready)
             if was_ready and sender.on_server is not None:  # others have seen the start

@@ -379,8 +379,10 @@ class frames_cut:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            return
         seen: set[int] = set()
-        todo = [error]
+        todo: list[BaseException | None] = [error]
         while todo:
             found = todo.pop()
             if found is None or found is self._outer or id(found) in seen:

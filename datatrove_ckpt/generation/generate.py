@@ -290,13 +290,12 @@ class Requests:
     def _count(self, result: Result, way: Way) -> None:
         """Counts an answer: its tokens, and how it ended."""
         usage = result.usage or {}
-        ends = [(result.text, result.finish_reason)]
         if result.choices:
-            ends = [(one["text"], one["finish_reason"]) for one in result.choices]
-        is_cut_off = is_empty = False
-        for text, reason in ends:
-            is_cut_off |= reason == "length"
-            is_empty |= _is_empty(text, reason)
+            is_cut_off = any(one["finish_reason"] == "length" for one in result.choices)
+            is_empty = any(_is_empty(one["text"], one["finish_reason"]) for one in result.choices)
+        else:
+            is_cut_off = result.finish_reason == "length"
+            is_empty = _is_empty(result.text, result.finish_reason)
         self.cut_off += is_cut_off
         if way in _GENERATING:
             self.empty += is_empty

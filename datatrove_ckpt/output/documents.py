@@ -20,7 +20,7 @@ import math
 import pathlib
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
 
 import numpy as np
@@ -209,21 +209,30 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
 
 def has_nan(value: object) -> bool:
     """Whether a null may stand for NaN or infinity. Looks at no text: it is most of a document."""
-    if type(value) is not dict and type(value) is not list:
-        value = value if type(value) in RESULTS else as_plain(value)
-        if isinstance(value, InferenceResult | Media):
-            value = _fields(value)
-        elif isinstance(value, float | complex):
-            return value - value != 0
+    if type(value) is dict:
+        return _any_nan(value.values())
+    if type(value) is list:
+        return _any_nan(value)
+    if type(value) not in RESULTS:
+        value = as_plain(value)
+    if isinstance(value, InferenceResult | Media):
+        value = _fields(value)
+    if isinstance(value, float | complex):
+        return value - value != 0
     if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, _MANY):
+        return _any_nan(value.values())
+    return isinstance(value, _MANY) and _any_nan(value)
+
+
+def _any_nan(values: Collection[object]) -> bool:
+    """Whether ``has_nan`` is true of one of them."""
+    if _NEVER_NAN.issuperset(map(type, values)):
         return False
-    for item in value:
-        if type(item) is float:
-            if item - item != 0:
+    for value in values:
+        if type(value) is float:
+            if value - value != 0:
                 return True
-        elif type(item) not in _NEVER_NAN and has_nan(item):
+        elif type(value) not in _NEVER_NAN and has_nan(value):
             return True
     return False
 

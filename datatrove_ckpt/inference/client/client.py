@@ -435,7 +435,9 @@ class CompletionClient:
         answers = self.outage.answers
         clock: RequestClock | None = None
         while True:
-            target = await self._router.acquire(request)
+            target = self._router.take(request)
+            if target is None:
+                target = await self._router.acquire(request)
             deaths, was_quarantined = len(request.deaths), request.is_quarantined
             try:
                 return await self._attempt(target, request, body, way)

@@ -349,18 +349,26 @@ class Router:
         """How many attempts the targets that are up may have under way together."""
         return int(min(self._limit, sum(target.limit for target in self.targets if target.up)))
 
-    async def acquire(self, request: Request) -> Target:
-        """A target for one attempt. Pass it to ``release`` afterwards.
+    def take(self, request: Request) -> Target | None:
+        """A target for one attempt, if one is free at once. Pass it to ``release`` afterwards.
 
         Raises:
             ServerDied: no server will be up again.
         """
         if self._failure is not None:
             raise ServerDied(self._failure)
-        if not self._waiting and not request.is_quarantined and not request.may_not_be_sent:
-            target = self._free()
-            if target is not None:
-                return self._assign(target, request)
+        if self._waiting or request.is_quarantined or request.may_not_be_sent:
+            return None
+        target = self._free()
+        if target is not None:
+            self._assign(target, request)
+        return target
+
+    async def acquire(self, request: Request) -> Target:
+        """The same, once one is free."""
+        target = self.take(request)
+        if target is not None:
+            return target
         future: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
         self._enqueue(request, future)
         self.admit()

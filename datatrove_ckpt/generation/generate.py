@@ -506,11 +506,13 @@ def summarize(
         failed += each.failed
         cut_off += each.cut_off
         empty += each.empty
-    work: Work | None = Work(kept, failed, counts, tokens)
-    if len(counts) == 1 and counts[0] <= 1 and not failed and kept == (outcome == "written"):
-        work = None  # the usual case is a shorter line: see Finished.work
-    took = sum(counts), sum(tokens[::2]), sum(tokens[1::2])
-    return Finished(ordinal, outcome, fingerprint, document, *took, work, ends=(len(tokens) // 2, cut_off, empty))
+    work = None  # the usual case is a shorter line: see Finished.work
+    if len(counts) > 1 or counts[0] > 1 or failed or kept != (outcome == "written"):
+        work = Work(kept, failed, counts, tokens)
+    prompt = sum(tokens[::2])
+    completion = sum(tokens[1::2])
+    ends = (len(tokens) // 2, cut_off, empty)
+    return Finished(ordinal, outcome, fingerprint, document, sum(counts), prompt, completion, work, ends=ends)
 
 
 def _hand_over(rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:

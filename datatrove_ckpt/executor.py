@@ -154,10 +154,11 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 self._write_stats(stats_of_complete(self.logging_dir, local), local)
             return None
         self.save_executor_as_json()
-        if len(ranks) < len(local):
-            logger.info(f"{len(local) - len(ranks)} of {plural_is(len(local), 'task')} complete already.")
+        complete = len(local) - len(ranks)
+        if complete:
+            logger.info(f"{complete} of {plural_is(len(local), 'task')} complete already.")
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
-        numbers = count(len(local) - len(ranks) + 1)
+        numbers = count(complete + 1)
 
         def done(rank: int, result: PipelineStats) -> None:
             nonlocal stats
@@ -168,7 +169,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 screen.complete(rank)
 
         overlap = self._most_at_once > 1 and len(ranks) > self.workers
-        with self._screen(len(local), len(local) - len(ranks), stats) as screen:
+        with self._screen(len(local), complete, stats) as screen:
             if self.workers == 1:
                 self._work_through(TaskList(ranks, done), self._copy, 0, overlap)
             else:
@@ -265,10 +266,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         seconds = runner.drain_seconds if runner.checkpoints_local_dir is not None else 0.0
         preemption = Preemption(runner.drain_signals, seconds, runner.preemption_notice)
         at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
-
-        def make_servers() -> ServerHost:
-            return ServerHost(preemption.shutdown)
-
+        make_servers = partial(ServerHost, preemption.shutdown)
         who = "A rollout, or a task that it started,"
         with task_of_many(True), log_of_many(slot), preemption, no_exit(who, preemption.shutdown):
             RankThreads(at_once, preemption, make_servers, run, ranks).work_through()

@@ -132,7 +132,7 @@ class RankThreads:
             taking.cancel()
 
     async def _look(self, running: set[asyncio.Task[None]], *others: asyncio.Task[Any]) -> None:
-        """Returns when one of them has ended, or a moment later."""
+        """Waits a moment, or until one of them has ended."""
         ended, _ = await asyncio.wait({*running, *others}, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         running -= ended
 

@@ -317,19 +317,18 @@ class Workers:
         """Tasks whose worker ended before them."""
         if len(tasks) > 1:
             self._suspects |= tasks
+            why += f", which had {len(tasks)} tasks at work"
         for task in sorted(tasks, reverse=True):
-            if len(tasks) > 1:
-                logger.warning(f"Task {task}: {why}, which had {len(tasks)} tasks at work. It starts again, alone.")
-                self._tasks.appendleft(task)
-                continue
-            self._deaths[task] += 1
-            attempts = self._deaths[task]
-            if attempts < self.max_attempts:
-                logger.warning(f"Task {task}: {why}. It starts again (attempt {attempts + 1} of {self.max_attempts}).")
-                self._tasks.appendleft(task)
-            else:
-                logger.error(f"Task {task}: {why}, in attempt {attempts} of {self.max_attempts}. The others go on.")
+            how = "alone"
+            if len(tasks) == 1:
+                self._deaths[task] += 1
+                how = f"(attempt {self._deaths[task] + 1} of {self.max_attempts})"
+            if self._deaths[task] == self.max_attempts:
+                logger.error(f"Task {task}: {why}, in its last attempt of {self.max_attempts}. The others go on.")
                 self.lost[task] = why
+            else:
+                logger.warning(f"Task {task}: {why}. It starts again {how}.")
+                self._tasks.appendleft(task)
 
     # signals ----------------------------------------------------------------------------------------------------------
 

@@ -324,6 +324,12 @@ async def fails_after_a_request(document: Document, generate: Any) -> Any:
     return await cannot_do_bad_ones(document, generate)
 
 
+async def fails_once_all_have_asked(document: Document, generate: Any) -> Any:
+    while document.text == "bad" and len(asked()) < 5:
+        await asyncio.sleep(0.01)
+    return await cannot_do_bad_ones(document, generate)
+
+
 left_behind: list[asyncio.Task[Any]] = []
 asked_late: list[bool] = []
 
@@ -594,3 +600,35 @@ def test_a_signal_drains_all_tasks_of_all_workers() -> None:
             assert process.wait(60) == 0
         assert set(server.asked.values()) == {1}
     assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(6) for n in range(5))
+
+
+def test_a_signal_to_one_worker_drains_its_tasks_and_they_go_on_in_another() -> None:
+    with FakeServer(hold_after=4) as server, job(server, workers=2) as process:
+        until(lambda: len(server.payloads) == 30)
+        before = pids()
+        os.kill(before[0], signal.SIGTERM)
+        drained = [rank for rank, pid in before.items() if pid == before[0]]
+        logs = [Path(f"logs/logs/task_{rank:05d}.log") for rank in drained]
+        until(lambda: all(b"SIGTERM" in log.read_bytes() for log in logs))
+        server.release()
+        assert process.wait(60) == 0
+        assert set(server.asked.values()) == {1}
+    assert [rank for rank, pid in pids().items() if pid != before[rank]] == drained
+    assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(6) for n in range(5))
+
+
+def test_the_failure_of_a_rank_drains_those_of_its_worker_and_of_the_others() -> None:
+    ranks = ("wait 0", "wait 1", "wait 2", "wait 3", "bad", "wait 5")
+    logs = [Path(f"job/logs/logs/task_{rank:05d}.log") for rank in (0, 1, 2, 3, 5)]
+
+    def all_stop() -> bool:
+        texts = [log.read_text() for log in logs if log.exists()]
+        return len(texts) == 5 and all("the failure of another rank" in text or "SIGTERM" in text for text in texts)
+
+    with gate_opens(all_stop), pytest.raises(DocumentFailed, match="4-0"):
+        executor(*ranks, workers=2, rollout=fails_once_all_have_asked).run()
+    assert sum("the failure of another rank" in log.read_text() for log in logs) == 2
+    Path("mended").touch()
+    executor(*ranks, workers=2, rollout=fails_once_all_have_asked).run()
+    assert set(asked().values()) == {1}
+    assert jobs.ids(Path("job")) == [f"{rank}-0" for rank in range(6)]

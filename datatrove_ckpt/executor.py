@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.task_errors import task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
-from datatrove_ckpt.process.worker import Work
+from datatrove_ckpt.process.tasks import TaskList, Tasks, in_turn
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -59,14 +61,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     """Runs the ranks of a pipeline on this machine.
 
     All arguments but the last two are those of datatrove's ``LocalPipelineExecutor``. With ``workers=1`` the ranks run
-    in this process, and overlap.
+    in this process.
 
     Args:
         max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is
-            given up. The other ranks go on.
-        ranks_at_once: with ``workers=1``, how many ranks may run at one time, over the same servers: while the last
-            answers of a rank are waited for, the next rank starts. None: 8, or 1 if a shared_context is opened for each
-            rank. Ranks run in turn if the pipeline has several InferenceRunners, or one with reuse_servers=False.
+            given up. The other ranks go on. Several ranks of a process that dies are tried again one by one.
+        ranks_at_once: how many ranks each worker may run at one time, over the same servers: while the last answers of
+            a rank are waited for, the next rank starts. None: 8, or 1 if a shared_context is opened for each rank.
+            Ranks run in turn if the pipeline has several InferenceRunners, or one with reuse_servers=False.
     """
 
     pipeline: list[PipelineStep]
@@ -152,17 +154,26 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 self._write_stats(stats_of_complete(self.logging_dir, local), local)
             return None
         self.save_executor_as_json()
-        if len(ranks) < len(local):
-            logger.info(f"{len(local) - len(ranks)} of {plural_is(len(local), 'task')} complete already.")
+        complete = len(local) - len(ranks)
+        if complete:
+            logger.info(f"{complete} of {plural_is(len(local), 'task')} complete already.")
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
-        results = self._in_workers
-        if self.workers == 1:
-            results = self._at_once if self._most_at_once > 1 and len(ranks) > 1 else self._here
-        with self._screen(len(local), len(local) - len(ranks), stats) as screen:
-            for done, result in enumerate(results(ranks, screen), len(local) - len(ranks) + 1):
-                if screen is None:  # it counts them
-                    logger.info(f"{done} of {plural(self.world_size, 'task')} completed.")
-                stats += result
+        numbers = count(complete + 1)
+
+        def done(rank: int, result: PipelineStats) -> None:
+            nonlocal stats
+            stats += result
+            if screen is None:
+                logger.info(f"{next(numbers)} of {plural(self.world_size, 'task')} completed.")
+            else:  # it counts them
+                screen.complete(rank)
+
+        overlap = self._most_at_once > 1 and len(ranks) > self.workers
+        with self._screen(len(local), complete, stats) as screen:
+            if self.workers == 1:
+                self._work_through(TaskList(ranks, done), self._copy, 0, overlap)
+            else:
+                self._in_workers(ranks, screen, overlap, done)
         for seconds in _MARKER_LOOKS:
             time.sleep(seconds)
             left = self.get_incomplete_ranks(ranks, skip_completed=True)
@@ -213,27 +224,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return nullcontext()
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), min(intervals))
 
-    def _here(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
-        pipeline = self.pipeline
-        try:
-            with gc_tuned():
-                for rank in ranks:
-                    self.pipeline = deepcopy(pipeline)
-                    with chdir("."):  # so that a step that changes it does not move the folders of the next rank
-                        result = self._run_for_rank(rank)
-                    if screen is not None:
-                        screen.complete(rank)
-                    yield result
-        except SystemExit as exit:  # of a signal it has a code
-            if exit.code:
-                raise
-            raise UnexpectedExit(
-                f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
-            ) from exit
-        finally:
-            self.pipeline = pipeline
-            _close_servers()
-
     @property
     def _most_at_once(self) -> int:
         """How many ranks may run at one time in this process."""
@@ -244,42 +234,46 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return self.ranks_at_once
         return _RANKS_AT_ONCE if isinstance(runners[0].shared_context, Mapping | None) else 1
 
-    def _at_once(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
+    def _copy(self) -> LocalPipelineExecutor:
+        copied = copy(self)
+        copied.pipeline = deepcopy(self.pipeline)
+        return copied
+
+    def _work_through(
+        self, ranks: Tasks, make_executor: Callable[[], LocalPipelineExecutor], slot: int, overlap: bool
+    ) -> None:
+        """Runs ranks in this process.
+
+        Args:
+            make_executor: makes an executor for one rank, with steps of its own.
+            slot: of this worker.
+            overlap: several ranks at once. They run in threads, and one that runs alone in the main thread.
+        """
+        run = partial(_run_rank, make_executor, slot, Path.cwd())
+        try:
+            with gc_tuned(), chdir("."):
+                if overlap:
+                    self._overlap(ranks, run, slot)
+                else:
+                    in_turn(run, ranks)
+        finally:
+            _close_servers()
+
+    def _overlap(self, ranks: Tasks, run: Callable[[int], PipelineStats], slot: int) -> None:
         from datatrove_ckpt.inference.servers.host import ServerHost
 
         (runner,) = (step for step in self.pipeline if isinstance(step, InferenceRunner))
         seconds = runner.drain_seconds if runner.checkpoints_local_dir is not None else 0.0
         preemption = Preemption(runner.drain_signals, seconds, runner.preemption_notice)
         at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
-        results = []
-
-        def done(rank: int, stats: PipelineStats) -> None:
-            results.append(stats)
-            if screen is not None:
-                screen.complete(rank)
-
-        def make_servers() -> ServerHost:
-            return ServerHost(preemption.shutdown)
-
-        run = partial(self._run_apart, Path.cwd())
+        make_servers = partial(ServerHost, preemption.shutdown)
         who = "A rollout, or a task that it started,"
-        with gc_tuned(), chdir("."), task_of_many(True), log_of_many(), preemption, no_exit(who, preemption.shutdown):
-            RankThreads(at_once, preemption, make_servers, run, done).work_through(ranks)
-        yield from results
+        with task_of_many(True), log_of_many(slot), preemption, no_exit(who, preemption.shutdown):
+            RankThreads(at_once, preemption, make_servers, run, ranks).work_through()
 
-    def _run_apart(self, folder: Path, rank: int) -> PipelineStats:
-        """Runs one rank with steps of its own, in a thread. Like any rank, it starts in the folder of the process."""
-        os.chdir(folder)  # a step may have changed it; that is for all ranks at work, until the next one starts
-        executor = copy(self)
-        executor.pipeline = deepcopy(self.pipeline)
-        try:
-            return executor._run_for_rank(rank)
-        except SystemExit as exit:
-            raise UnexpectedExit(
-                f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
-            ) from exit
-
-    def _in_workers(self, ranks: Sequence[int], screen: Screen | None) -> Iterator[PipelineStats]:
+    def _in_workers(
+        self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: Callable[[int, PipelineStats], None]
+    ) -> None:
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor", _RANK])
         if self.start_method == "fork":
@@ -288,7 +282,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         numbers = {*_STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
         # Pickled here for every start method: each rank gets a copy of its own.
         kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
-        work = Work(partial(_run_rank, self._pickled(), kept), _close_servers)
+        work = partial(_work, self._pickled(), kept, overlap)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
         # A marker of an earlier run does not show that a rank that runs once more, as a retry does, is complete.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
@@ -296,15 +290,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             attempts = self.max_rank_attempts
             with Workers(context, self.workers, work, numbers, attempts, stop_seconds, screen) as workers:
                 for rank, stats in workers.run(ranks):
-                    if screen is not None:
-                        screen.complete(rank)
-                    yield stats
+                    done(rank, stats)
         except Stopped:
             pass
         if workers.signal is not None:
             end_as(workers.signal)
         lost = sorted({*self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True), *anew & {*workers.lost}})
-        yield from (_saved_stats(self.logging_dir, rank) for rank in workers.lost.keys() - set(lost))
+        for rank in workers.lost.keys() - set(lost):
+            done(rank, _saved_stats(self.logging_dir, rank))
         if lost:
             raise _lost({rank: workers.lost[rank] for rank in lost}, self.world_size)
 
@@ -338,19 +331,37 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             time.sleep(_DEPENDENCY_POLL)
 
 
-def _run_rank(pickled: bytes, identities: Sequence[RunIdentity], slot: int, rank: int) -> PipelineStats:
-    """Runs one rank in a worker.
+def _work(pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks) -> None:
+    """What a worker does.
 
     Args:
         pickled: the executor.
         identities: of the runners with checkpoints, in the process that started this one.
+        overlap, slot: see ``_work_through``.
     """
-    executor: LocalPipelineExecutor = ForkingPickler.loads(pickled)
-    _check_code(executor, identities)
+
+    def make_executor() -> LocalPipelineExecutor:
+        executor: LocalPipelineExecutor = ForkingPickler.loads(pickled)
+        _check_code(executor, identities)
+        return executor
+
+    make_executor()._work_through(ranks, make_executor, slot, overlap)
+
+
+def _run_rank(make_executor: Callable[[], LocalPipelineExecutor], slot: int, folder: Path, rank: int) -> PipelineStats:
+    """Runs one rank, which starts in this folder: a step of another rank may have changed it."""
+    os.chdir(folder)
+    executor = make_executor()
     if executor.is_rank_completed(rank):  # by a worker that died just afterwards
         return _saved_stats(executor.logging_dir, rank)
-    with chdir("."):  # so that a step that changes it does not move the folders of the next rank
+    try:
         return executor._run_for_rank(rank, slot)
+    except SystemExit as exit:
+        if exit.code and threading.current_thread() is threading.main_thread():  # of a signal it has a code
+            raise
+        raise UnexpectedExit(
+            f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
+        ) from exit
 
 
 def _close_servers() -> None:

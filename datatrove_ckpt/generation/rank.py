@@ -223,7 +223,7 @@ class _Run:
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
         failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
-        models = RankModels([*step.models.values()], rank)
+        models = RankModels([*step.models.values()], rank, keeps=True)
         servers = shared_servers()
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:

@@ -15,20 +15,21 @@ The loop runs in the main thread, as that of a single rank does, and what blocks
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from itertools import count
+from typing import Any, Protocol
 
 from loguru import logger
 
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import HostLoop, run_hosted
 from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.tasks import Tasks
 
 _LOOK_SECONDS = 0.1
 _LOOKS = 2  # how many looks in a row must find free places before a rank starts
 _FAILED = "the failure of another rank"
-_Result = TypeVar("_Result")
 
 
 class Servers(Protocol):
@@ -41,7 +42,7 @@ class Servers(Protocol):
     async def close(self) -> None: ...
 
 
-class RankThreads(Generic[_Result]):
+class RankThreads:
     """Runs ranks in threads of this process.
 
     Args:
@@ -49,7 +50,7 @@ class RankThreads(Generic[_Result]):
         preemption: of the process.
         make_servers: called on the event loop.
         run: runs one rank, in a thread.
-        done: gets each rank that has ended well, with what ``run`` returned. On the event loop.
+        tasks: the ranks. Called on the event loop.
     """
 
     def __init__(
@@ -57,46 +58,45 @@ class RankThreads(Generic[_Result]):
         at_once: int,
         preemption: Preemption,
         make_servers: Callable[[], Servers],
-        run: Callable[[int], _Result],
-        done: Callable[[int, _Result], None],
+        run: Callable[[int], Any],
+        tasks: Tasks,
     ) -> None:
         self._at_once = at_once
         self._preemption = preemption
         self._make_servers = make_servers
         self._run = run
-        self._done = done
+        self._tasks = tasks
         self._hosts: list[HostLoop] = []
         self._failure: BaseException | None = None
 
-    def work_through(self, ranks: Iterable[int]) -> None:
-        """Returns when all of them have ended.
+    def work_through(self) -> None:
+        """Returns when all ranks have ended.
 
         Raises:
             BaseException: of the rank that failed first. All others have drained.
         """
         shutdown = self._preemption.shutdown
         with shutdown.calling(self._stop), self._preemption.watched(self._save):
-            event_loop.run(self._work_through(ranks))
+            event_loop.run(self._work_through())
         if self._failure is not None:
             raise self._failure
         shutdown.check()
 
-    async def _work_through(self, ranks: Iterable[int]) -> None:
+    async def _work_through(self) -> None:
         servers = self._make_servers()
         time_limit = asyncio.create_task(self._preemption.watch_time_limit())
         running: set[asyncio.Task[None]] = set()
         try:
-            for order, rank in enumerate(ranks):
-                await self._until_room(running, servers)
-                if self._ends:
+            for order in count():
+                rank = await self._next(running, servers)
+                if rank is None:
                     break
                 host = HostLoop(asyncio.get_running_loop(), servers, order, rank, self._preemption.shutdown)
                 self._hosts.append(host)
                 self._stop()  # if a signal came since the look above
                 running.add(asyncio.create_task(self._work(rank, host)))
             while running and not self._may_leave:
-                ended, _ = await asyncio.wait(running, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                running -= ended
+                await self._look(running)
         finally:
             time_limit.cancel()
             await asyncio.gather(time_limit, return_exceptions=True)
@@ -113,30 +113,45 @@ class RankThreads(Generic[_Result]):
         is_failing = self._failure is not None or any(host.is_stopping for host in self._hosts)
         return is_failing or self._preemption.shutdown.is_requested
 
-    async def _until_room(self, running: set[asyncio.Task[None]], servers: Servers) -> None:
-        """Returns once another rank may start, or none any more."""
+    async def _next(self, running: set[asyncio.Task[None]], servers: Servers) -> int | None:
+        """Returns a rank once it may start: none is taken before that. None: no rank may start any more."""
         looks = 0
         while running and looks < _LOOKS and not self._ends:
-            ended, _ = await asyncio.wait(running, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            running -= ended
+            await self._look(running)
             is_free = len(running) < self._at_once and servers.has_room
             is_free = is_free and all(host.has_admitted for host in self._hosts)
             looks = looks + 1 if is_free else 0
+        if self._ends:
+            return None
+        taking = asyncio.create_task(self._tasks.wait_for_next())
+        try:
+            while not taking.done() and not self._ends:
+                await self._look(running, taking)
+            return None if self._ends else taking.result()
+        finally:
+            taking.cancel()
+
+    async def _look(self, running: set[asyncio.Task[None]], *others: asyncio.Task[Any]) -> None:
+        """Waits a moment, or until one of them has ended."""
+        ended, _ = await asyncio.wait({*running, *others}, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        running -= ended
 
     async def _work(self, rank: int, host: HostLoop) -> None:
-        results: list[_Result] = []
+        results: list[Any] = []
         try:
             await run_hosted(partial(self._run_into, results, rank), f"rank {rank}", host)
         except BaseException as error:
             if self._failure is None:
                 self._failure = error
+                if not self._preemption.shutdown.is_requested:
+                    self._tasks.failed(rank, error)
                 self._stop()
         else:
-            self._done(rank, results[0])
+            self._tasks.done(rank, results[0])
         finally:
             self._hosts.remove(host)
 
-    def _run_into(self, results: list[_Result], rank: int) -> None:
+    def _run_into(self, results: list[Any], rank: int) -> None:
         results.append(self._run(rank))
 
     def _stop(self) -> None:

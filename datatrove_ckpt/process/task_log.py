@@ -60,10 +60,10 @@ def _close(file: TextIO) -> None:
 
 
 @contextmanager
-def log_of_many() -> Iterator[None]:
-    """In this block the terminal shows of several ranks what it shows of one."""
+def log_of_many(slot: int) -> Iterator[None]:
+    """In this block the terminal shows of several ranks what datatrove shows of one: of other slots than 0, errors."""
     logger.remove()
-    logger.add(sys.stderr, level="INFO", format=_LINE)
+    logger.add(sys.stderr, level="INFO" if slot == 0 else "ERROR", format=_LINE)
     try:
         yield
     finally:

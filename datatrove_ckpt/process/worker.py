@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.pool_signals import die_with_parent
 from datatrove_ckpt.process.screen import RankProgress, reporting_to
+from datatrove_ckpt.process.tasks import Tasks
 from datatrove_ckpt.redaction import HiddenDict
 
 READY = "ready"
@@ -27,26 +29,20 @@ CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own en
 _slot: int | None = None
 
 
-class Work(NamedTuple):
-    """What workers do with tasks. Pickled into them.
-
-    Attributes:
-        run: called with the worker's slot and a task. What it returns is sent to the parent, so it must be picklable.
-        close: called once, before the worker ends.
-    """
-
-    run: Callable[[int, int], Any]
-    close: Callable[[], object]
+Work = Callable[[int, Tasks], object]
+"""What a worker does. Called with its slot and its tasks; pickled into it."""
 
 
 class Outcome(NamedTuple):
     """How a task ended in a worker.
 
     Attributes:
-        end: "stopped" is the end that a signal asked for.
-        value: what ``Work.run`` returned, the error, or the number of the signal.
+        task: None: the worker ends, and with it all its tasks that are not done.
+        end: "stopped" is the end that a signal asked for; then and after "failed" the worker ends.
+        value: the task's result, the error, or the number of the signal.
     """
 
+    task: int | None
     end: Literal["done", "failed", "stopped"]
     value: Any
 
@@ -71,7 +67,7 @@ def work(
     parent: int,
     environment: HiddenDict,
     numbers: Sequence[int],
-    task: Work,
+    run: Work,
     slot: int,
     below_bar: bool,
 ) -> None:
@@ -97,34 +93,77 @@ def work(
     die_with_parent(parent)
     # While signals are blocked: Python reports a loop that one interrupted in its making with a traceback of its own.
     fsspec.asyn.get_loop()
-    worker = _Worker(connection, numbers, task, slot)
+    worker = _Worker(connection, numbers)
     with reporting_to(worker.report, below_bar), gc_tuned():
-        worker.serve()
+        worker.serve(run, slot)
 
 
 class _Worker:
-    def __init__(self, connection: Any, numbers: Sequence[int], task: Work, slot: int) -> None:
+    """The tasks that the parent sends."""
+
+    def __init__(self, connection: Any, numbers: Sequence[int]) -> None:
         self._connection = connection
-        self._work = task
-        self._slot = slot
-        self._in_task = False
+        self._at_work: set[int] = set()
+        self._ends = False  # the parent knows why
         self._stop_signal: int | None = None
         self._pid = os.getpid()
         for number in numbers:
             signal.signal(number, self._receive)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
-    def serve(self) -> None:
-        """Runs tasks until the parent has no more, is gone, or a signal came."""
+    def serve(self, run: Work, slot: int) -> None:
+        """Returns when the parent has no more tasks or is gone, a task has failed, or a signal came."""
         try:
-            with suppress(EOFError, OSError):  # of the connection: the parent is gone
-                self._connection.send(READY)
-                while self._stop_signal is None and (number := self._connection.recv()) is not None:
-                    self._connection.send(self._outcome(number))
+            run(slot, self)
+        except BaseException as error:
+            self.failed(None, error)
         finally:
-            self._work.close()
-            with suppress(OSError):
-                self._connection.send(CLOSED)
+            self._send(CLOSED)
+
+    def next(self) -> int | None:
+        self._send(READY)
+        return self._take()
+
+    async def wait_for_next(self) -> int | None:
+        self._send(READY)
+        loop, has_come = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._connection.fileno(), has_come.set)
+        try:
+            await has_come.wait()
+        finally:
+            loop.remove_reader(self._connection.fileno())
+        return self._take()
+
+    def _take(self) -> int | None:
+        try:
+            task: int | None = self._connection.recv()
+        except (EOFError, OSError):  # the parent is gone
+            return None
+        if task is not None:
+            self._at_work.add(task)
+            if self._stop_signal is not None:  # it came before the task
+                raise SystemExit
+        return task
+
+    def done(self, task: int, value: Any) -> None:
+        end_fork(self._pid)
+        self._at_work.discard(task)
+        self._send(Outcome(task, "done", value))
+
+    def failed(self, task: int | None, error: BaseException) -> None:
+        end_fork(self._pid, error)
+        self._at_work.clear()
+        if self._ends:
+            return
+        self._ends = True
+        if self._stop_signal is not None and (not isinstance(error, Exception) or isinstance(error, Preempted)):
+            self._send(Outcome(None, "stopped", self._stop_signal))
+        else:
+            self._send(Outcome(task, "failed", _sendable(error, task)))
+
+    def _send(self, message: object) -> None:
+        with suppress(OSError):  # the parent is gone
+            self._connection.send(message)
 
     def report(self, rank: int, progress: RankProgress) -> None:
         """Tells the parent where a rank stands, unless that would wait: the parent may be busy."""
@@ -138,37 +177,22 @@ class _Worker:
             os.kill(os.getpid(), number)
             return
         self._stop_signal = number
-        if self._in_task:
-            self._in_task = False  # only once
+        if self._at_work:
+            self._at_work.clear()  # only once
             raise SystemExit(128 + number)
 
-    def _outcome(self, number: int) -> Outcome:
-        try:
-            self._in_task = True
-            if self._stop_signal is not None:  # it came before the task
-                raise SystemExit
-            value = self._work.run(self._slot, number)
-            end_fork(self._pid)
-            self._in_task = False
-        except BaseException as error:  # even a SystemExit: the parent waits for the outcome of this task
-            end_fork(self._pid, error)
-            self._in_task = False
-            if self._stop_signal is not None and (not isinstance(error, Exception) or isinstance(error, Preempted)):
-                return Outcome("stopped", self._stop_signal)
-            return Outcome("failed", _sendable(error, number))
-        return Outcome("done", value)
 
-
-def _sendable(error: BaseException, number: int) -> Exception:
+def _sendable(error: BaseException, number: int | None) -> Exception:
     """The error as it reaches the parent, with this process's traceback as a note."""
+    task = "its tasks" if number is None else f"task {number}"
     if not isinstance(error, Exception):
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
-        return UnexpectedExit(f"A step of task {number} {what}. The task is not complete; raise an Exception instead.")
+        return UnexpectedExit(f"A step of {task} {what}. The task is not complete; raise an Exception instead.")
     text = "".join(traceback.format_exception(error))
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:  # anything can go wrong in somebody's __reduce__ or __init__
-        return CkptError(f"Task {number} failed with {type(error).__name__}: {error}\n{text}")
+        return CkptError(f"{task.capitalize()} failed with {type(error).__name__}: {error}\n{text}")
     if not getattr(error, "__notes__", ()):  # a note says which log has it
-        error.add_note(f"In the worker process of task {number}:\n{text}")
+        error.add_note(f"In the worker process of {task}:\n{text}")
     return error

@@ -1,13 +1,17 @@
-"""Worker processes that we start and own. Each takes one task after another over a pipe.
+"""Worker processes that we start and own. Each takes its tasks over a pipe, one after another.
 
     this process                                         a worker
     starts it, with signals blocked               ->     sets its handlers, unblocks, leaves the process group
-                                                  <-     "ready"
-    sends a task                                  ->     runs it in its main thread
+                                                  <-     "ready": it has room for a task, perhaps beside others
+    sends a task                                  ->     runs it
     shows it                                      <-     where its rank stands, once a second
                                                   <-     its outcome
-    passes on each signal that asks for a stop    ->     the task drains, or ends; its outcome says so
+    passes on each signal that asks for a stop    ->     its tasks drain, or end; its outcome says so
     sends None                                    ->     ends
+
+A worker that is ready gets None if there are no more tasks. If it still works on some, it gets no answer before they
+are done, because another worker may die and leave a task. Nobody knows which of several tasks has killed a worker, so
+each of them is then tried alone.
 
 This process waits on pipes and processes, so a worker that is killed is noticed at once, whatever it was doing: no lock
 and no queue is shared. A worker watches this process in turn, and kills itself when this process is gone, however it
@@ -41,7 +45,7 @@ from datatrove_ckpt.process.memory import WORKERS_VARIABLE
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
 from datatrove_ckpt.process.shutdown import SAME_EVENT
-from datatrove_ckpt.process.worker import CLOSED, READY, Outcome, Reported, Work, work
+from datatrove_ckpt.process.worker import CLOSED, READY, Reported, Work, work
 from datatrove_ckpt.redaction import HiddenDict
 
 # Seconds that workers have to end after a second signal, and one that has nothing left to do but to end.
@@ -58,17 +62,19 @@ class Stopped(Exception):
 class _Process:
     """One worker, as its parent sees it."""
 
-    def __init__(self, context: Any, slot: int, count: int, task: Work, numbers: list[int], below_bar: bool) -> None:
+    def __init__(self, context: Any, slot: int, count: int, run: Work, numbers: list[int], below_bar: bool) -> None:
         self.slot = slot
-        self.task: int | None = None
+        self.tasks: set[int] = set()
         self.is_ready = False  # for a task
         self.was_ready = False
+        self.is_failing = False  # a task of it has failed, and the others drain
+        self.stopped = ""  # by which signal, if it ends for that reason
         self.ends_by: float | None = None  # it is killed then
         self.is_silent = False  # no more messages can come
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
         environment = HiddenDict({**os.environ, WORKERS_VARIABLE: str(count)})
-        arguments = (theirs, os.getpid(), environment, numbers, task, slot, below_bar)
+        arguments = (theirs, os.getpid(), environment, numbers, run, slot, below_bar)
         self.process = context.Process(target=work, args=arguments, daemon=False)
         with theirs:  # closed here once the worker has it
             self.process.start()
@@ -125,10 +131,10 @@ class Workers:
     Args:
         context: multiprocess's, of a start method.
         count: processes at once.
-        work: what they do.
+        work: what each of them does.
         numbers: signals that ask for a stop. Those that this process ignores stay ignored.
-        max_attempts: how many workers may die of the same task.
-        stop_seconds: a worker that takes longer to end its task after a request to stop is killed.
+        max_attempts: how many workers may die of the same task, which was their only one.
+        stop_seconds: a worker that takes longer to end its tasks after a request to stop is killed.
         screen: shows where the tasks stand.
 
     Attributes:
@@ -150,7 +156,8 @@ class Workers:
         self._numbers = [number for number in sorted(set(self.numbers)) if signal.getsignal(number) not in _KEPT]
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
-        self._attempts: Counter[int] = Counter()
+        self._deaths: Counter[int] = Counter()
+        self._suspects: set[int] = set()  # tasks that are tried alone
         self._failed_starts = 0
         self._error: Exception | None = None
         self._is_failing = False  # the other tasks are told to stop
@@ -181,7 +188,7 @@ class Workers:
         os.close(self._wake)
 
     def run(self, tasks: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields each task that is done, with what ``Work.run`` returned, as they finish.
+        """Yields each task that is done, with its result, as they finish.
 
         Raises:
             Stopped: a signal came; all tasks have drained.
@@ -209,9 +216,13 @@ class Workers:
     def _stops(self) -> bool:
         return self.signal is not None or self._error is not None
 
+    @property
+    def _idle(self) -> int:
+        return sum(not worker.tasks for worker in self._workers)
+
     def _start(self) -> None:
         """Starts as many workers as there are tasks that nobody has, and places."""
-        free = sum(worker.task is None for worker in self._workers)
+        free = self._idle
         while not self._stops and len(self._tasks) > free and len(self._workers) < self.count:
             slot = min(set(range(self.count)) - {worker.slot for worker in self._workers})
             resource_tracker.ensure_running()  # its own start unblocks signals
@@ -230,14 +241,30 @@ class Workers:
             free += 1
 
     def _assign(self) -> None:
-        """Gives a task to each worker that waits for one, or lets it end."""
-        for worker in self._workers:
-            if worker.is_ready and worker.task is None:
-                worker.is_ready = False
-                if self._tasks and not self._stops:
-                    worker.task = self._tasks.popleft()
-                    self._attempts[worker.task] += 1
-                worker.send(worker.task)
+        """Gives a task to each worker that is ready for one, or lets it end. Those that have the fewest come first."""
+        for worker in sorted(self._workers, key=lambda worker: len(worker.tasks)):
+            if not worker.is_ready:
+                continue
+            task = None if self._stops else self._take(worker)
+            if task is not None:
+                worker.tasks.add(task)
+            elif worker.tasks:
+                continue
+            worker.is_ready = False
+            worker.send(task)
+
+    def _take(self, worker: _Process) -> int | None:
+        """Takes a task for this worker out of the queue, if there is one."""
+        tasks = list(self._tasks)
+        if worker.tasks:  # first, one for each worker without a task, which may only just start
+            is_tried_alone = not worker.tasks.isdisjoint(self._suspects)
+            if is_tried_alone or len(tasks) <= self._idle:
+                return None
+            tasks = [task for task in tasks if task not in self._suspects]
+        if not tasks:
+            return None
+        self._tasks.remove(tasks[0])
+        return tasks[0]
 
     def _wait(self) -> None:
         """Until a message has come, a worker has ended, a signal has come, or somebody's time is over."""
@@ -263,42 +290,45 @@ class Workers:
             elif isinstance(message, Reported):
                 if self.screen is not None:
                     self.screen.progress.update(*message)
+            elif message.end == "done":
+                worker.tasks.remove(message.task)
+                yield message.task, message.value
+            elif message.end == "stopped":
+                worker.stopped = f"its worker was stopped by {signal.Signals(message.value).name}"
             else:
-                assert worker.task is not None
-                task, worker.task = worker.task, None
-                worker.is_ready = message.end != "stopped"  # it ends by itself then
-                yield from self._finished(task, message)
+                worker.is_failing = True
+                worker.tasks.discard(message.task)
+                self._error = self._error or message.value
         if has_ended:
             self._workers.remove(worker)
             self._died(worker, worker.close())
 
-    def _finished(self, task: int, outcome: Outcome) -> Iterator[tuple[int, Any]]:
-        if outcome.end == "done":
-            yield task, outcome.value
-        elif outcome.end == "stopped":
-            self._give_back(task, f"its worker was stopped by {signal.Signals(outcome.value).name}")
-        elif self._error is None:
-            self._error = outcome.value
-
     def _died(self, worker: _Process, how: str) -> None:
-        if worker.task is not None:
-            self._give_back(worker.task, f"its worker process {how}")
-        elif not worker.was_ready and not self._stops:
+        if self._stops:
+            return
+        if worker.tasks:
+            self._give_back(worker.tasks, worker.stopped or f"its worker process {how}")
+        elif not worker.was_ready:
             self._failed_starts += 1
             if self._failed_starts >= self.max_attempts:
                 self._error = _cannot_start(f"the last one {how}")
 
-    def _give_back(self, task: int, why: str) -> None:
-        """A task whose worker ended before it."""
-        if self._stops:
-            return
-        attempts = self._attempts[task]
-        if attempts < self.max_attempts:
-            logger.warning(f"Task {task}: {why}. It starts again (attempt {attempts + 1} of {self.max_attempts}).")
-            self._tasks.appendleft(task)
-        else:
-            logger.error(f"Task {task}: {why}, in attempt {attempts} of {self.max_attempts}. The others go on.")
-            self.lost[task] = why
+    def _give_back(self, tasks: set[int], why: str) -> None:
+        """Tasks whose worker ended before them."""
+        if len(tasks) > 1:
+            self._suspects |= tasks
+            why += f", which had {len(tasks)} tasks at work"
+        for task in sorted(tasks, reverse=True):
+            how = "alone"
+            if len(tasks) == 1:
+                self._deaths[task] += 1
+                how = f"(attempt {self._deaths[task] + 1} of {self.max_attempts})"
+            if self._deaths[task] == self.max_attempts:
+                logger.error(f"Task {task}: {why}, in its last attempt of {self.max_attempts}. The others go on.")
+                self.lost[task] = why
+            else:
+                logger.warning(f"Task {task}: {why}. It starts again {how}.")
+                self._tasks.appendleft(task)
 
     # signals ----------------------------------------------------------------------------------------------------------
 
@@ -316,20 +346,22 @@ class Workers:
         self._to_pass_on.append(number)
 
     def _pass_on(self) -> None:
-        """Passes requests to stop on to the workers that have a task. The others end in ``_assign``."""
+        """Passes requests to stop on to the workers that have tasks. The others end in ``_assign``."""
         if self._error is not None and not self._is_failing:
             self._is_failing = True
             self._to_pass_on += [signal.SIGTERM] if signal.SIGTERM in self._numbers else []
         while self._to_pass_on:
             number = self._to_pass_on.popleft()
-            busy = [worker for worker in self._workers if worker.task is not None]
+            busy = [worker for worker in self._workers if worker.tasks]
             why = "a task has failed" if self.signal is None else signal.Signals(number).name
             if self._requests > 1:
                 why = f"{why} again, the drain is over"
             if busy:
-                logger.warning(f"{why}: {plural(len(busy), 'running task')} must stop; what is finished is saved.")
+                tasks = plural(sum(len(worker.tasks) for worker in busy), "running task")
+                logger.warning(f"{why}: {tasks} must stop; what is finished is saved.")
             for worker in busy:
-                worker.signal(number)
+                if not worker.is_failing or self.signal is not None:  # else its tasks drain already
+                    worker.signal(number)
                 worker.ends_by = worker.ends_by or time.monotonic() + self.stop_seconds
             for worker in self._workers:
                 if not worker.was_ready:  # it still imports, and has nothing to save
@@ -340,8 +372,8 @@ class Workers:
     def _kill_late(self) -> None:
         for worker in self._workers:
             if worker.ends_by is not None and time.monotonic() >= worker.ends_by:
-                if worker.task is not None:
-                    logger.error(f"Task {worker.task} does not end. Its process {worker.process.pid} is killed.")
+                for task in sorted(worker.tasks):
+                    logger.error(f"Task {task} does not end. Its process {worker.process.pid} is killed.")
                 worker.signal(signal.SIGKILL)
                 worker.ends_by = None
 

@@ -1,7 +1,8 @@
 """What the ends of tasks cost: ``python -m tests.bench.barrier [--documents 3200] [--tasks 1 10 40]``.
 
-The same documents, as one task and as several, by one worker, over a server that answers after as long as the document
-says. The lengths have a long tail, as those of reasoning models. "ideal": all places of the server are always taken.
+The same documents, as one task and as several, by one worker or by ``--workers``, over a server that answers after as
+long as the document says. The lengths have a long tail, as those of reasoning models. "ideal": all places of the server
+are always taken.
 """
 
 from __future__ import annotations
@@ -34,32 +35,36 @@ def make_input(folder: Path, tasks: int, seconds: list[float]) -> None:
         (folder / f"{task:03d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run(server: FakeServer, folder: Path, tasks: int, ranks_at_once: int, seconds: list[float]) -> float:
+def run(
+    server: FakeServer, folder: Path, tasks: int, ranks_at_once: int, seconds: list[float], workers: int = 1
+) -> float:
     """Returns the seconds of a job, in which each document must have been asked once."""
     from datatrove.pipeline.writers import JsonlWriter
 
     make_input(folder / "input", tasks, seconds)
     server.asked.clear()
-    config = InferenceConfig("endpoint", "fake", endpoint_url=server.url, max_concurrent_generations=AT_ONCE)
+    config = InferenceConfig("endpoint", "fake", endpoint_url=server.url, max_concurrent_generations=AT_ONCE // workers)
     writer = JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None)
     step = InferenceRunner(ask, config, writer, checkpoints_local_dir=str(folder / "checkpoints"))
     pipeline = [JsonlReader(str(folder / "input")), step]
     logs = str(folder / "logs")
     began = time.monotonic()
-    LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=logs, ranks_at_once=ranks_at_once).run()
+    LocalPipelineExecutor(
+        pipeline, tasks, workers, logging_dir=logs, start_method="fork", ranks_at_once=ranks_at_once
+    ).run()
     took = time.monotonic() - began
     assert list(server.asked.values()) == [1] * len(seconds)
     return took
 
 
-def measure(documents: int, cases: list[tuple[int, int]], longest: float = 10.0) -> list[float]:
+def measure(documents: int, cases: list[tuple[int, int]], longest: float = 10.0, workers: int = 1) -> list[float]:
     """The seconds of each case, a number of tasks and how many of them run at once; first the ideal."""
     chance = random.Random(0)
     seconds = [longest * min(1.0, max(0.025, chance.lognormvariate(-2.5, 0.8))) for _ in range(documents)]
     found = [sum(seconds) / AT_ONCE]
     with FakeServer(delay=_seconds_of) as server, tempfile.TemporaryDirectory() as name:
         for tasks, at_once in cases:
-            found.append(run(server, Path(name, f"{tasks}-{at_once}"), tasks, at_once, seconds))
+            found.append(run(server, Path(name, f"{tasks}-{at_once}"), tasks, at_once, seconds, workers))
     return found
 
 
@@ -72,9 +77,10 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=3200)
     parser.add_argument("--tasks", type=int, nargs="+", default=[1, 10, 40])
     parser.add_argument("--ranks-at-once", type=int, nargs="+", default=[8, 1])
+    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     cases = [(tasks, at_once) for at_once in options.ranks_at_once for tasks in options.tasks]
-    ideal, first, *others = measure(options.documents, cases)
+    ideal, first, *others = measure(options.documents, cases, workers=options.workers)
     rows: list[list[Any]] = [["ideal", "", f"{ideal:.1f}", f"{ideal / first:.2f}"]]
     for (tasks, at_once), seconds in zip(cases, [first, *others], strict=True):
         rows.append([tasks, at_once, f"{seconds:.1f}", f"{seconds / first:.2f}"])

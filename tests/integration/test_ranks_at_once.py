@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,18 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted, ServerStartFailed, UnexpectedExit
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted, ServerStartFailed, UnexpectedExit, WorkerDied
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers import host, pool
 from datatrove_ckpt.process import rank_threads
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.tasks import TaskList
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
 from tests.bench.barrier import measure
-from tests.histories import read_history
+from tests.histories import Attempt, read_history
 from tests.integration.test_supervision import asked, engines
 from tests.integration.test_warm_servers import SCRIPT
 from tests.patience import ChangePolicy, until, until_async
@@ -48,7 +50,9 @@ def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePoli
     Path("engine.py").write_text(SCRIPT)
 
 
-def executor(*ranks: str, folder: str = "job", at_once: int = 3, rollout: Any = jobs.ask) -> LocalPipelineExecutor:
+def executor(
+    *ranks: str, folder: str = "job", at_once: int = 3, rollout: Any = jobs.ask, workers: int = 1
+) -> LocalPipelineExecutor:
     """A job over one server. ``ranks``: the texts of each, with commas between them."""
     for rank, texts in enumerate(ranks):
         path = Path(folder, f"input/{rank}.jsonl")
@@ -67,8 +71,9 @@ def executor(*ranks: str, folder: str = "job", at_once: int = 3, rollout: Any = 
     return LocalPipelineExecutor(
         [JsonlReader(str(root / "input")), step],
         tasks=len(ranks),
-        workers=1,
+        workers=workers,
         logging_dir=str(root / "logs"),
+        start_method="fork",
         ranks_at_once=at_once,
     )
 
@@ -209,6 +214,10 @@ class NoServers:
         pass
 
 
+def ignore(rank: int, result: None) -> None:
+    pass
+
+
 def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     preemption = Preemption((), 0.0)
     stopped: list[bool] = []
@@ -224,7 +233,7 @@ def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(rank_threads, "HostLoop", SignalledHost)
     with pytest.raises(Preempted):
-        rank_threads.RankThreads(2, preemption, NoServers, run, lambda rank, result: None).work_through([0, 1])
+        rank_threads.RankThreads(2, preemption, NoServers, run, TaskList([0, 1], ignore)).work_through()
     assert stopped == [True]
 
 
@@ -237,7 +246,7 @@ def test_the_process_waits_for_a_rank_that_closes_its_files() -> None:
                 assert not preemption.shutdown.open_closings
             until(lambda: preemption.shutdown.open_closings == 1)
 
-    rank_threads.RankThreads(2, preemption, NoServers, run, lambda rank, result: None).work_through([0])
+    rank_threads.RankThreads(2, preemption, NoServers, run, TaskList([0], ignore)).work_through()
     assert not preemption.shutdown.open_closings
 
 
@@ -311,6 +320,12 @@ def test_each_rank_starts_in_the_folder_of_the_process(here: Path) -> None:
 
 async def fails_after_a_request(document: Document, generate: Any) -> Any:
     while document.text == "bad" and not asked():
+        await asyncio.sleep(0.01)
+    return await cannot_do_bad_ones(document, generate)
+
+
+async def fails_once_all_have_asked(document: Document, generate: Any) -> Any:
+    while document.text == "bad" and len(asked()) < 5:
         await asyncio.sleep(0.01)
     return await cannot_do_bad_ones(document, generate)
 
@@ -399,18 +414,23 @@ async def ask(document, generate):
 config = InferenceConfig("endpoint", "fake", endpoint_url=sys.argv[1], max_concurrent_generations=20)
 writer = JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl", compression=None)
 step = InferenceRunner(ask, config, writer, checkpoints_local_dir="checkpoints", records_per_chunk=3)
-LocalPipelineExecutor([JsonlReader("input"), step], tasks=3, workers=1, logging_dir="logs", ranks_at_once=3).run()
+workers, at_once = int(sys.argv[2]), int(sys.argv[3])
+pipeline = [JsonlReader("input"), step]
+LocalPipelineExecutor(
+    pipeline, tasks=3 * workers, workers=workers, logging_dir="logs", start_method="fork", ranks_at_once=at_once
+).run()
 """
 
 
 @contextmanager
-def job(server: FakeServer, before: str = "") -> Iterator[subprocess.Popen[bytes]]:
+def job(server: FakeServer, before: str = "", workers: int = 1, at_once: int = 3) -> Iterator[subprocess.Popen[bytes]]:
     Path("job.py").write_text(before + JOB)
     Path("input").mkdir(exist_ok=True)
-    for rank in range(3):
+    for rank in range(3 * workers):
         lines = [json.dumps({"id": f"{rank}-{n}", "text": f"text {rank} {n}"}) for n in range(5)]
         Path(f"input/{rank}.jsonl").write_text("\n".join(lines) + "\n")
-    with subprocess.Popen([sys.executable, "job.py", server.url], stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "job.py", server.url, str(workers), str(at_once)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         try:
             yield process
         finally:
@@ -458,3 +478,157 @@ rank.restore_from_mirror = restore
         with job(server) as process:
             assert process.wait(30) == 0
         assert set(server.asked.values()) == {1}
+
+
+# Several workers ------------------------------------------------------------------------------------------------------
+
+
+def test_each_of_two_workers_overlaps_its_tasks_over_a_server_of_its_own() -> None:
+    ranks = [f"wait {rank},{rank}" for rank in range(6)]
+    with gate_opens(asked_all(*(f"wait {rank}" for rank in range(6)))):
+        stats = executor(*ranks, workers=2).run()
+    assert stats is not None
+    assert stats.stats[1].stats["documents_processed"].total == 12
+    assert len(engines()) == 2
+    assert set(asked().values()) == {1}
+    starts = [read_history(path).attempts[0].start for path in Path("job/checkpoints").glob("*/history.jsonl")]
+    assert sorted(Counter(start.slot for start in starts if start).items()) == [(0, 3), (1, 3)]
+    assert executor(*ranks, workers=2).run() is None
+    overlapping = outputs(Path("job/output"))
+    Path("job").rename("overlapping")
+    executor(*ranks, workers=2, at_once=1).run()
+    assert outputs(Path("job/output")) == overlapping
+
+
+def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room() -> None:
+    """The first task fills all places of its server until the others are done."""
+    full = ",".join(f"wait {n}" for n in range(8))
+    with gate_opens(lambda: len([*Path("job/logs/completions").glob("*")]) == 4):
+        executor(full, "a", "b", "c", "d", workers=2).run()
+    starts = {
+        path.parent.name: read_history(path).attempts[0].start
+        for path in Path("job/checkpoints").glob("*/history.jsonl")
+    }
+    slots = {rank: start.slot for rank, start in starts.items() if start}
+    assert len(slots) == 5
+    assert [slot for rank, slot in slots.items() if rank != "00000"] == [1 - (slots["00000"] or 0)] * 4
+
+
+async def kills_at_bad_ones(document: Document, generate: Any) -> Any:
+    """Once the other tasks have a request in flight."""
+    while document.text == "bad":
+        if len(asked()) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep(0.01)
+    return await jobs.ask(document, generate)
+
+
+def test_a_task_that_kills_its_worker_is_given_up_and_its_neighbours_complete() -> None:
+    """All three, of one worker, are tried alone: the bad one twice, because its first death was not alone."""
+    ranks = ("wait 0", "wait 1", "bad", "wait 3", "wait 4", "wait 5")
+    with (
+        gate_opens(lambda: 2 in asked().values()),
+        pytest.raises(WorkerDied, match=r"1 of 6 tasks are not complete.*task 2: its worker process was ended by SIGK"),
+    ):
+        executor(*ranks, workers=2, rollout=kills_at_bad_ones).run()
+    assert jobs.ids(Path("job")) == ["0-0", "1-0", "3-0", "4-0", "5-0"]
+    histories = [read_history(Path(f"job/checkpoints/{rank:05d}/history.jsonl")) for rank in range(6)]
+    attempts = [len(history.attempts) for history in histories]
+    assert attempts[2] == 3
+    assert sorted(attempts) == [1, 1, 1, 2, 2, 3]
+    assert [asked()[f"wait {rank}"] for rank in (0, 1, 3, 4, 5)] == attempts[:2] + attempts[3:]
+
+
+def finished() -> set[str]:
+    """The ids of documents that are on the disk."""
+    found = set()
+    for path in [*Path("output").glob("*.jsonl"), *Path("checkpoints").glob("*/chunk_*.jsonl")]:
+        found |= set(re.findall(r'"id": ?"(\d-\d)"', path.read_text()))
+    return found
+
+
+def newest_attempts() -> dict[int, Attempt]:
+    """By ranks."""
+    paths = sorted(Path("checkpoints").glob("*/history.jsonl"))
+    return {int(path.parent.name): read_history(path).attempts[-1] for path in paths}
+
+
+def pids() -> dict[int, int]:
+    """The process of each rank's newest attempt."""
+    return {rank: attempt.start.pid for rank, attempt in newest_attempts().items() if attempt.start}
+
+
+def test_the_tasks_of_a_killed_worker_are_done_alone_and_only_what_was_in_flight_is_asked_again() -> None:
+    with FakeServer(hold_after=4) as server, job(server, workers=2) as process:
+        until(lambda: len(server.payloads) == 30 and len(finished()) == 4)
+        before, answered = pids(), finished()
+        ranks = [rank for rank, pid in before.items() if pid == before[0]]
+        assert len(ranks) == 3
+        os.kill(before[0], signal.SIGKILL)
+        lost = {f"text {rank} {n}" for rank in ranks for n in range(5) if f"{rank}-{n}" not in answered}
+        until(lambda: len(server.payloads) > 30)
+        server.release()
+        assert process.wait(60) == 0
+        assert {text for text, times in server.asked.items() if times == 2} == lost
+        assert max(server.asked.values()) == 2
+    after = newest_attempts()
+    assert [rank for rank, pid in pids().items() if pid != before[rank]] == ranks
+    for one, other in combinations(ranks, 2):
+        is_before = after[one].last_at <= after[other].first_at
+        is_after = after[other].last_at <= after[one].first_at
+        assert is_before or is_after or pids()[one] != pids()[other]
+    for name in ("output", "checkpoints", "logs"):
+        Path(name).rename(f"interrupted {name}")
+    with FakeServer() as server, job(server, workers=2, at_once=1) as process:
+        assert process.wait(60) == 0
+    assert outputs(Path("output")) == outputs(Path("interrupted output"))
+
+
+def test_a_signal_drains_all_tasks_of_all_workers() -> None:
+    with FakeServer(hold_after=4) as server:
+        with job(server, workers=2) as process:
+            until(lambda: len(server.payloads) == 30)
+            os.kill(process.pid, signal.SIGTERM)
+            logs = [Path(f"logs/logs/task_{rank:05d}.log") for rank in range(6)]
+            until(lambda: all(b"SIGTERM" in log.read_bytes() for log in logs))
+            server.release()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        assert set(server.asked.values()) == {1}
+        assert len(finished()) == 30
+        assert not [*Path("logs/completions").glob("*")]
+        with job(server, workers=2) as process:
+            assert process.wait(60) == 0
+        assert set(server.asked.values()) == {1}
+    assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(6) for n in range(5))
+
+
+def test_a_signal_to_one_worker_drains_its_tasks_and_they_go_on_in_another() -> None:
+    with FakeServer(hold_after=4) as server, job(server, workers=2) as process:
+        until(lambda: len(server.payloads) == 30)
+        before = pids()
+        os.kill(before[0], signal.SIGTERM)
+        drained = [rank for rank, pid in before.items() if pid == before[0]]
+        logs = [Path(f"logs/logs/task_{rank:05d}.log") for rank in drained]
+        until(lambda: all(b"SIGTERM" in log.read_bytes() for log in logs))
+        server.release()
+        assert process.wait(60) == 0
+        assert set(server.asked.values()) == {1}
+    assert [rank for rank, pid in pids().items() if pid != before[rank]] == drained
+    assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(6) for n in range(5))
+
+
+def test_the_failure_of_a_rank_drains_those_of_its_worker_and_of_the_others() -> None:
+    ranks = ("wait 0", "wait 1", "wait 2", "wait 3", "bad", "wait 5")
+    logs = [Path(f"job/logs/logs/task_{rank:05d}.log") for rank in (0, 1, 2, 3, 5)]
+
+    def all_stop() -> bool:
+        texts = [log.read_text() for log in logs if log.exists()]
+        return len(texts) == 5 and all("the failure of another rank" in text or "SIGTERM" in text for text in texts)
+
+    with gate_opens(all_stop), pytest.raises(DocumentFailed, match="4-0"):
+        executor(*ranks, workers=2, rollout=fails_once_all_have_asked).run()
+    assert sum("the failure of another rank" in log.read_text() for log in logs) == 2
+    Path("mended").touch()
+    executor(*ranks, workers=2, rollout=fails_once_all_have_asked).run()
+    assert set(asked().values()) == {1}
+    assert jobs.ids(Path("job")) == [f"{rank}-0" for rank in range(6)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import pickle
@@ -10,9 +9,7 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ import pytest
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.readers import JsonlReader
-from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, ServerDied
@@ -142,11 +138,6 @@ def test_a_rank_that_is_stopped_or_fails_leaves_no_server(
     assert not running()
 
 
-def change_script() -> dict[str, Any]:
-    Path("engine.py").write_text(SCRIPT + "\n")
-    return {}
-
-
 def change_environment() -> dict[str, Any]:
     os.environ["SOME_SWITCH_OF_AN_ENGINE"] = "on"
     return {}
@@ -157,7 +148,6 @@ def change_environment() -> dict[str, Any]:
     ("change", "names"),
     [
         (lambda: {"model_kwargs": {"server_script": "engine.py", "seed": 1}}, "what it needs differs in command line."),
-        (change_script, "what it needs differs in server_script."),
         (change_environment, "what it needs differs in environment variable SOME_SWITCH_OF_AN_ENGINE."),
         (lambda: {"replicas": 2}, "what it needs differs in replicas."),
         (lambda: {"reuse_servers": False}, "it takes over none (reuse_servers is off, or several nodes serve its"),
@@ -178,60 +168,6 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
     assert not is_alive(engines()[0])
     (line,) = [line for line in log if "Rank 1 does not take over the server of rank 0, which is stopped:" in line]
     assert names in line
-
-
-def change_in_place(path: str) -> None:
-    """Other content of the same size, at another time."""
-    file = Path(path)
-    before = file.stat()
-    file.write_bytes(file.read_bytes()[::-1])
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-
-
-def replace_with_the_same_time(path: str) -> None:
-    file, new = Path(path), Path(path + ".new")
-    before = file.stat()
-    new.write_bytes(file.read_bytes()[::-1])
-    os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
-    new.replace(file)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("edit", "edited", "differs"),
-    [
-        (change_in_place, "template", "files of --chat_template"),
-        (replace_with_the_same_time, "template", "files of --chat_template"),
-        (change_in_place, "loras/a=b, c/weights", "files of --lora-modules"),
-        (change_in_place, "loras/one/weights", "files of --speculative"),
-        (change_in_place, "m/weights", "model"),
-        (change_in_place, "unrelated", None),
-    ],
-)
-def test_a_server_is_not_taken_over_when_a_file_that_it_was_started_with_has_changed(
-    edit: Callable[[str], None], edited: str, differs: str | None, log: list[str]
-) -> None:
-    for path in (
-        *("template", "unrelated", "m/weights"),
-        *("loras/one/weights", "loras/two/weights", "loras/a=b, c/weights"),
-    ):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text("# secret\n")
-    kwargs = {
-        "server_script": "engine.py",
-        "chat_template": "template",
-        "lora-modules": ["two=loras/two", '{"name": "odd", "path": "loras/a=b, c"}'],
-        "speculative": {"model": "loras/one", "tokens": 5},
-        "long": "{% if a = b %} " * 5000,
-        "null": "/dev/null",
-    }
-    run(0, model_kwargs=kwargs)
-    edit(edited)
-    run(1, model_kwargs=kwargs)
-    assert len(engines()) == (1 if differs is None else 2)
-    if differs is not None:
-        (line,) = [line for line in log if "Rank 1 does not take over the server of rank 0" in line]
-        assert line.endswith(f"which is stopped: what it needs differs in {differs}.\n")
 
 
 @pytest.mark.slow
@@ -287,62 +223,6 @@ def test_replicas_pass_over_with_their_gpus_and_a_dead_one_is_started_anew_on_it
     close_warm_servers()
     assert not running()
     assert free_gpus() == "0123"
-
-
-def idle_time_begins(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """When this is set, and not at a rank's end: on a busy machine, any time passes until a test's next line."""
-    begins = threading.Event()
-
-    class Late(threading.Timer):
-        def run(self) -> None:
-            begins.wait(400)
-            super().run()
-
-    monkeypatch.setattr(warm.threading, "Timer", Late)
-    return begins
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("four_gpus")
-def test_who_waits_for_the_gpus_of_an_idle_process_gets_them(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    assert warm.IDLE_SECONDS + 20 <= node._LEASE_TIMEOUT
-    monkeypatch.setattr(warm, "IDLE_SECONDS", 0.5)
-    monkeypatch.setattr(node, "_SILENT_WAIT", 0.0)
-    monkeypatch.setattr(node, "_LEASE_TIMEOUT", 400.0)
-    waiting = idle_time_begins(monkeypatch)
-    handler = logger.add(lambda line: waiting.set() if "Waiting for 4 of the GPUs" in line else None)
-
-    async def lease_all() -> None:
-        async with jobs.leased_gpus(InferenceConfig("vllm", "m", tp=4)):
-            assert not running()
-
-    run(0, server_type="vllm")
-    assert free_gpus() == "123"
-    asyncio.run(lease_all())
-    logger.remove(handler)
-    assert [
-        line for line in log if "Waiting for 4 of the GPUs 0,1,2,3, which other processes on this node hold" in line
-    ]
-    (line,) = [line for line in log if "Stopping the server of rank 0" in line]
-    assert line == (
-        "INFO Stopping the server of rank 0: this process has had no other rank for 0.5 s (reuse_servers).\n"
-    )
-
-
-@pytest.mark.slow
-def test_no_idle_time_passes_while_a_rank_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm, "IDLE_SECONDS", 0.2)
-    reading = idle_time_begins(monkeypatch)
-
-    def slow() -> Iterator[Document]:
-        reading.set()
-        time.sleep(0.6)
-        yield Document(text="late", id="late")
-
-    run(0)
-    runner().run(slow(), 1, 9)
-    assert len(engines()) == 1
-    until(lambda: not running())
 
 
 def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:

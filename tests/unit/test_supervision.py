@@ -20,7 +20,7 @@ from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender, Target
-from datatrove_ckpt.inference.servers import node, warm
+from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.probes import Metrics, parse_metrics, read_metrics, request_health
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -399,11 +399,11 @@ async def test_a_rank_takes_the_gpus_of_all_its_models_or_none() -> None:
             assert (first, second) == ({"": ["0,1"]}, {"": ["2,3"]})
 
 
-async def test_a_lease_that_no_model_came_for_is_given_back(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("four_gpus")
+async def test_a_lease_that_no_model_came_for_is_given_back() -> None:
     models = named(writer={"tp": 2}, judge={"tp": 2})
-    rank = RankModels(models, 0)
-    monkeypatch.setattr(warm, "server_settings", lambda config, gpus: {})
-    _, _, leases = await rank.get(models[0])
+    rank = RankModels(models, 0, keeps=False)
+    _, leases = await rank.get(models[0])
     with pytest.raises(ConfigError):
         await gpus(tp=2)
     rank.close()

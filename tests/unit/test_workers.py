@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import select
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
-from datatrove_ckpt.process.worker import Work
+from datatrove_ckpt.process.tasks import Tasks, in_turn
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
 from tests.patience import Patience, until
 
@@ -32,6 +34,13 @@ def nothing() -> None:
     pass
 
 
+def in_a_worker(run: Callable[[int, int], Any], close: Callable[[], object], slot: int, tasks: Tasks) -> None:
+    try:
+        in_turn(partial(run, slot), tasks)
+    finally:
+        close()
+
+
 def group(
     run: Callable[[int, int], Any],
     count: int = 2,
@@ -39,7 +48,7 @@ def group(
     close: Callable[[], object] = nothing,
     method: str = "fork",
 ) -> Workers:
-    return Workers(multiprocess.get_context(method), count, Work(run, close), NUMBERS, attempts)
+    return Workers(multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts)
 
 
 def test_every_task_is_done_once_by_at_most_so_many_processes(tmp_path: Path) -> None:
@@ -109,6 +118,104 @@ def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Pa
     assert workers.lost == {1: "its worker process was ended by SIGKILL"}
     tried = {task: len((tmp_path / str(task)).read_text().splitlines()) for task in range(5)}
     assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
+
+
+def several(work: Callable[[int, Tasks], None], count: int = 1, attempts: int = 2) -> Workers:
+    """Workers that take several tasks before one is done."""
+    return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)
+
+
+def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_counts(tmp_path: Path) -> None:
+    """Task 1 kills its process. The first worker has three tasks then."""
+
+    def work(slot: int, tasks: Tasks) -> None:
+        mine = [tasks.next()]
+        if not (tmp_path / "first").exists():
+            (tmp_path / "first").touch()
+            mine += [tasks.next(), tasks.next()]
+        while mine != [None]:
+            with (tmp_path / "tried").open("a") as file:
+                file.write(f"{mine}\n")
+            if 1 in mine:
+                os.kill(os.getpid(), signal.SIGKILL)
+            (task,) = mine
+            assert task is not None
+            tasks.done(task, os.getpid())
+            mine = [tasks.next()]
+
+    with several(work) as workers:
+        done = dict(workers.run(range(4)))
+    assert sorted(done) == [0, 2, 3]
+    assert workers.lost == {1: "its worker process was ended by SIGKILL"}
+    tried = (tmp_path / "tried").read_text().splitlines()
+    assert tried == ["[0, 1, 2]", "[0]", "[1]", "[1]", "[2]", "[3]"]
+
+
+def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path: Path) -> None:
+    """The process that has one is ready for more, and there is more."""
+
+    def work(slot: int, tasks: Tasks) -> None:
+        if not (tmp_path / "first").exists():
+            (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
+            os._exit(1)
+        asyncio.run(takes_what_comes(tmp_path, tasks))
+
+    with several(work) as workers:
+        done = dict(workers.run(range(6)))
+    assert (tmp_path / "first").read_text() == "0 1"
+    assert done == {0: {0}, 1: {1}, 2: {2, 3, 4, 5}, 3: {2, 3, 4, 5}, 4: {2, 3, 4, 5}, 5: {2, 3, 4, 5}}
+
+
+async def takes_what_comes(folder: Path, tasks: Tasks) -> None:
+    """Takes tasks until there is none for a while, and then ends what it has."""
+    while (task := await tasks.wait_for_next()) is not None:
+        mine = {task}
+        waiting = asyncio.create_task(tasks.wait_for_next())
+        while (await asyncio.wait([waiting], timeout=0.5))[0] and (more := waiting.result()) is not None:
+            mine.add(more)
+            waiting = asyncio.create_task(tasks.wait_for_next())
+        for task in mine:
+            tasks.done(task, mine)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+def test_a_worker_with_tasks_leaves_one_for_each_that_has_none(tmp_path: Path) -> None:
+    """The second worker starts only when the first one has taken all that it gets."""
+
+    def work(slot: int, tasks: Tasks) -> None:
+        if slot:
+            until((tmp_path / "has all").exists)
+        mine = [tasks.next()]
+        if not slot:
+            mine += [tasks.next(), tasks.next()]
+            (tmp_path / "has all").touch()
+            until((tmp_path / "other").exists)
+        else:
+            (tmp_path / "other").touch()
+        for task in mine:
+            assert task is not None
+            tasks.done(task, slot)
+        assert tasks.next() is None
+
+    with several(work, 2) as workers:
+        assert dict(workers.run(range(4))) == {0: 0, 1: 0, 2: 0, 3: 1}
+
+
+def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_path: Path) -> None:
+    def work(slot: int, tasks: Tasks) -> None:
+        async def one() -> None:
+            task = await tasks.wait_for_next()
+            waiting = asyncio.create_task(tasks.wait_for_next())
+            assert not (await asyncio.wait([waiting], timeout=0.2))[0]
+            assert task is not None
+            tasks.done(task, "done")
+            assert await waiting is None
+
+        asyncio.run(one())
+
+    with several(work) as workers:
+        assert dict(workers.run([7])) == {7: "done"}
 
 
 class Stubborn(Exception):
@@ -408,7 +515,7 @@ def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> Non
         os.kill(os.getpid(), signal.SIGSTOP)
 
     thread = in_thread(lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    context, work = multiprocess.get_context("fork"), Work(run, nothing)
+    context, work = multiprocess.get_context("fork"), partial(in_a_worker, run, nothing)
     with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers, pytest.raises(Stopped):
         list(workers.run([0]))
     thread.join()

@@ -229,8 +229,7 @@ def runtime_folder(part: str = "") -> Path:
 # server waits, and no two servers write to one folder. It costs disk space, and one compilation per folder.
 
 
-# Seconds to wait for GPUs that others hold: an idle process keeps its servers for ``warm.IDLE_SECONDS``, and the server
-# of a rank that was killed takes up to ten to end.
+# Seconds to wait for GPUs that others hold: the server of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
 _LEASE_POLL = 0.2  # seconds
 _SILENT_WAIT = 5.0  # seconds

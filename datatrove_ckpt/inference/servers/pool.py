@@ -35,7 +35,7 @@ from datatrove_ckpt.inference.servers.probes import (
     request_health,
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.inference.servers.warm import RankModels, ServerSet, Settings, keep
+from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 
@@ -74,10 +74,10 @@ class ServerPool:
             nodes = Nodes.from_environment()
             if nodes.count > 1:
                 self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
-            models = self.models or RankModels([self.config], self.rank)
-            settings, servers, leases = await models.get(self.config)
+            models = self.models or RankModels([self.config], self.rank, keeps=False)
+            servers, leases = await models.get(self.config)
             servers = servers or self._new_servers(leases)
-            kept = None
+            ends_well = False
             try:
                 for index, server in enumerate(servers):
                     supervisor = ServerSupervisor(
@@ -90,12 +90,12 @@ class ServerPool:
                 supervision = asyncio.create_task(self._supervise())
                 try:
                     yield lambda: asyncio.shield(supervision)
-                    kept = settings
+                    ends_well = True
                 finally:
                     supervision.cancel()
                     await asyncio.gather(supervision, return_exceptions=True)
             finally:
-                await self._end(servers, kept)
+                await self._end(servers, models if ends_well else None)
 
     async def _supervise(self) -> None:
         left = len(self.supervisors)
@@ -143,15 +143,15 @@ class ServerPool:
             return [InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)]
         return [InferenceServer(self.config, self.rank, index, lease) for index, lease in enumerate(leases)]
 
-    async def _end(self, servers: list[InferenceServer], settings: Settings | None) -> None:
-        """``settings``: with which the next rank may have them; None: it may not."""
+    async def _end(self, servers: list[InferenceServer], models: RankModels | None) -> None:
+        """``models``: what may keep them for the next rank; None: they must stop."""
         if self.restarts:
             resent = self.model_servers.resent
             line = f"Servers were restarted {self.restarts} times, and {resent} requests were sent again."
             logger.info(self.config.said + line)
         for supervisor in self.supervisors:
             self.model_servers.router.mark_dead(supervisor.target, "the run ends")
-        if settings is not None and keep(ServerSet(settings, self.rank, servers, self.config.name)):
+        if models is not None and models.keep(self.config, servers):
             await asyncio.gather(*(self.model_servers.disconnect(supervisor.target) for supervisor in self.supervisors))
             return
         try:

@@ -1,0 +1,54 @@
+"""Where a process gets its tasks, and where it says how they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+
+class Tasks(Protocol):
+    """The tasks of one process, which gets each of them when it is about to start it."""
+
+    def next(self) -> int | None:
+        """Waits for a task. None: this process gets no more."""
+
+    async def wait_for_next(self) -> int | None:
+        """``next`` on an event loop. It may be cancelled."""
+
+    def done(self, task: int, value: Any) -> None:
+        """A task has ended well, with this result."""
+
+    def failed(self, task: int | None, error: BaseException) -> None:
+        """A task has failed, or what runs them all. The error is raised afterwards, once all tasks have ended."""
+
+
+class TaskList:
+    """Tasks that are known from the start.
+
+    Args:
+        done: gets each task that has ended well, with its result.
+    """
+
+    def __init__(self, tasks: Iterable[int], done: Callable[[int, Any], None]) -> None:
+        self._tasks = iter(tasks)
+        self.done = done
+
+    def next(self) -> int | None:
+        return next(self._tasks, None)
+
+    async def wait_for_next(self) -> int | None:
+        return self.next()
+
+    def failed(self, task: int | None, error: BaseException) -> None:
+        pass
+
+
+def in_turn(run: Callable[[int], Any], tasks: Tasks) -> None:
+    """Runs one task after the other, in this thread."""
+    for task in iter(tasks.next, None):
+        try:
+            result = run(task)
+        except BaseException as error:
+            tasks.failed(task, error)
+            raise
+        tasks.done(task, result)

@@ -203,6 +203,7 @@ class Tracker:
     is_over: bool = False
     _waiting: list[Point] = field(default_factory=list)
     _newest: float | None = None
+    _last_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._runs: list[TrackedRun | None] = [None] * len(self.make_runs)
@@ -215,12 +216,18 @@ class Tracker:
         """
         try:
             state = read_run_state(self.place)
+        except ConfigError:  # no rank has begun
+            return ""
         except CkptError as error:
             return str(error)
         status = status_of(state)
+        at = state.read_at
+        if status != "RUNNING" and state.newest is not None:  # whoever reads it later makes the same point
+            at = max(state.newest, self._last_at + 0.001)
         if state.newest != self._newest or status == "RUNNING":
             self._newest = state.newest
-            self._waiting.append(Point(state.read_at, values_of(state.totals)))
+            self._last_at = at
+            self._waiting.append(Point(at, values_of(state.totals)))
         if not self._waiting:
             return ""
         first_at = state.totals.started or state.read_at

@@ -17,8 +17,9 @@ from datatrove_ckpt.checkpoint.history_records import (
     Spread,
     Start,
     WorkCounts,
-    parse_history,
+    parse_line,
 )
+from datatrove_ckpt.checkpoint.lines import unseal, whole_lines
 
 
 def progress(documents: int = 7, at: float = 0.0, attempt: int = 1) -> Progress:
@@ -94,5 +95,8 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """A missing file has no records."""
-    return History(*parse_history(path.read_bytes())) if path.exists() else History()
+    """A missing file has no records. A torn last line is left out, and so are whole ones that are not known here."""
+    lines = whole_lines(path.read_bytes()) if path.exists() else []
+    found = [parse_line(line) for line in lines]
+    damaged = sum(record is None and unseal(line) is None for line, record in zip(lines, found, strict=True))
+    return History([record for record in found if record is not None], damaged)

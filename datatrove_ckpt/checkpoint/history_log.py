@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -168,8 +167,6 @@ def _less_often(found: Sequence[tuple[bytes, Record]], fixed: set[int], newest: 
 
 RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
-STUCK_SECONDS = 600.0
-"""A rank in which nothing is finished for so long is stuck."""
 _MAX_BYTES = 1 << 19
 _EVENTS = tuple(b'"k":"%s"' % kind.KIND.encode() for kind in (Start, End, ServerEvent))
 _HEAD = re.compile(rb'"k":"progress","at":([0-9]+(?:\.[0-9]+)?),"n":([0-9]+),')
@@ -241,43 +238,32 @@ class RecentHistory:
 
     Attributes:
         last: the newest progress line; None if there is none.
-        window: minutes of the newest attempt, the last one among them, in their order; none if it has ended.
-        since: the line since which nothing was finished in the newest attempt; None if something was lately.
+        window: two lines of the newest attempt, ``RATE_SECONDS`` apart or as far as there are lines: the last one is
+            the second. Empty if it has ended.
         servers: what happened to servers in the newest attempt.
         last_at: time of the newest line.
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)
     last: Progress | None = None
-    window: list[Progress] = field(default_factory=list)
-    since: Progress | None = None
+    window: tuple[Progress, Progress] | None = None
     servers: list[ServerEvent] = field(default_factory=list)
     last_at: float | None = None
 
-    def before(self, seconds: float) -> Progress | None:
-        """The newest line that is so much older than the last one; the first of the attempt, if it is younger."""
-        if len(self.window) < 2:
-            return None
-        last = self.window[-1]
-        return next((line for line in reversed(self.window) if last.at - line.at >= seconds - 1), self.window[0])
-
     @property
-    def is_stuck(self) -> bool:
-        """Whether nothing was finished in the newest attempt for ``STUCK_SECONDS``."""
-        then = self.before(STUCK_SECONDS)
-        return (
-            then is not None and self.window[-1].at - then.at >= STUCK_SECONDS - 1 and _is_level(then, self.window[-1])
-        )
+    def seconds(self) -> float:
+        """Between the two lines of the window; 0 without them."""
+        return self.window[1].at - self.window[0].at if self.window else 0.0
 
     def rates(self) -> Rates:
         """Of the last minutes of the newest attempt."""
-        then, last = self.before(RATE_SECONDS), self.window[-1] if self.window else None
-        if then is None or last is None or last.at <= then.at:
+        if self.window is None or self.seconds <= 0:
             return Rates()
+        then, last = self.window
         names = ("documents", "requests", "prompt_tokens", "completion_tokens")
         grown = [getattr(last.own, name) - getattr(then.own, name) for name in names]
         grown.append(last.position.done - then.position.done)
-        return Rates(*(max(0, number) / (last.at - then.at) for number in grown))
+        return Rates(*(max(0, number) / self.seconds for number in grown))
 
 
 def read_recent(path: str) -> RecentHistory:
@@ -304,26 +290,12 @@ def read_recent(path: str) -> RecentHistory:
             found.servers.append(record)
     _count(found, attempts, parse_line(minute))
     found.attempts = [attempts[number] for number in sorted(attempts)]
+    for attempt in found.attempts[:-1]:
+        attempt.without_a_word = attempt.ended is None
     found.last_at = max((attempt.last_seen for attempt in found.attempts), default=None)
     if found.last is not None and found.attempts[-1].ended is None:  # of one that has ended, its last line says it
         found.window = _window(lines, max(attempts), found.last)
-    if found.is_stuck:
-        found.since = _standstill(lines, found.window[-1], max(attempts))
     return found
-
-
-def _standstill(lines: list[bytes], last: Progress, attempt: int) -> Progress | None:
-    """The first line of the newest attempt with the numbers of its last one. They never fall: few lines are parsed."""
-    heads = ((line, _HEAD.match(line, BODY_AT)) for line in lines)
-    own = [line for line, head in heads if head is not None and int(head[2]) == attempt]
-
-    def is_level(line: bytes) -> bool:
-        minute = parse_line(line)
-        return isinstance(minute, Progress) and _is_level(minute, last)
-
-    first = own[bisect_left(own, True, key=is_level) :][:1]
-    record = parse_line(first[0]) if first else None
-    return record if isinstance(record, Progress) else None
 
 
 def _count(found: RecentHistory, attempts: dict[int, AttemptSummary], record: Record | None) -> None:
@@ -335,30 +307,22 @@ def _count(found: RecentHistory, attempts: dict[int, AttemptSummary], record: Re
         found.last = record
 
 
-def _is_level(one: Progress, other: Progress) -> bool:
-    """Whether no document was finished and no request answered between the two."""
-    return (one.own.documents, one.own.requests) == (other.own.documents, other.own.requests)
+def _window(lines: list[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
+    """The last line of the newest attempt, and before it the one that is ``RATE_SECONDS`` older, or the first one.
 
-
-def _window(lines: list[bytes], attempt: int, last: Progress) -> list[Progress]:
-    """Of the newest attempt: the last minute line, those as old as the two periods, and the first one if it is younger.
-
-    Only these are parsed. Of the others, the time is read.
+    Of the lines between them, only the time is read.
     """
-    near: list[tuple[float, bytes]] = []  # age and line, from the last one back
+    oldest = b""
     for line in reversed(lines):
         if (head := _HEAD.match(line, BODY_AT)) is None:
             continue
         if int(head[2]) != attempt:
             break
-        near.append((last.at - float(head[1]), line))
-        if near[-1][0] >= STUCK_SECONDS - 1:
+        oldest = line
+        if last.at - float(head[1]) >= RATE_SECONDS - 1:
             break
-    if not near:
-        return []
-    rate = next((index for index, (age, _) in enumerate(near) if age >= RATE_SECONDS - 1), 0)
-    older = [near[index][1] for index in sorted({rate, len(near) - 1} - {0}, reverse=True)]
-    return [*(record for line in older if isinstance(record := parse_line(line), Progress)), last]
+    first = parse_line(oldest)
+    return (first if isinstance(first, Progress) else last), last
 
 
 def downtime(attempts: list[AttemptSummary]) -> float:

@@ -9,7 +9,7 @@ that took the rank over, also one that left no line here.
     k           keys
     start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, c, all, own, err, own_err, q, out, pos: see ``Progress``
+    progress    s, d, c, all, own, err, own_err, q, w, out, pos, skip: see ``Progress``
     spread      ms, pt, ct: see ``Spread``
     end         why, what
 
@@ -28,7 +28,8 @@ import orjson
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, is_count, is_seconds, seal, unseal, whole_lines
+from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, is_count, is_seconds, seal, unseal
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
 """A server: is started; answers; was started for an earlier rank of this process, and answers; died or was given up; is
@@ -86,6 +87,10 @@ class Silence(NamedTuple):
         """Whether it has to be said: shorter ones are everyday life."""
         return self.seconds >= _LASTS
 
+    def __str__(self) -> str:
+        server = f"the server of {self.model}" if self.model else "the server"
+        return f"{server} is unreachable" if self.unreachable else f"{server} gives no answers"
+
     def to_json(self) -> list[float | str]:
         return list(self if self.model else self[:3])
 
@@ -95,6 +100,27 @@ class Silence(NamedTuple):
         if not all(map(is_seconds, found[:2])):
             raise ValueError("a silence is damaged")
         return found._replace(model=_text(found.model))
+
+
+class Wait(NamedTuple):
+    """What a rank waits for.
+
+    ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``: seconds for which the
+    oldest request in flight is under way, and ``document`` the id of its document. ``all_started``: no document of the
+    input is left to be started.
+    """
+
+    quiet: float = 0.0
+    oldest: float = 0.0
+    document: str = ""
+    all_started: bool = False
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        found = cls(*values)
+        if not all(map(is_seconds, found[:2])):
+            raise ValueError("a wait is damaged")
+        return found._replace(document=_text(found.document))
 
 
 @dataclass(slots=True)
@@ -241,8 +267,10 @@ class Progress(_Record):
         in_flight: requests that a server has now ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
         in_work: documents that are in work.
+        wait: for answers, now ("w").
         silence: of the servers, until now ("out").
         position: how much of the input is done ("pos").
+        skipped: lines of the input that were read in all attempts, and were no documents ("skip", if there are any).
     """
 
     KIND = "progress"
@@ -254,11 +282,13 @@ class Progress(_Record):
     in_flight: int = 0
     waiting: int = 0
     in_work: int = 0
+    wait: Wait = field(default_factory=Wait)
     silence: Silence = field(default_factory=Silence)
     position: InputPosition = field(default_factory=InputPosition)
+    skipped: SkippedLines = field(default_factory=SkippedLines)
 
     def to_json(self) -> Json:
-        return {
+        found = {
             "s": list(self.seconds),
             "d": astuple(self.documents),
             "c": self.chunks,
@@ -267,9 +297,13 @@ class Progress(_Record):
             "err": self.total.errors,
             "own_err": self.own.errors,
             "q": (self.in_flight, self.waiting, self.in_work),
+            "w": list(self.wait),
             "out": self.silence.to_json(),
             "pos": list(self.position),
         }
+        if self.skipped:
+            found["skip"] = self.skipped.to_json()
+        return found
 
     @classmethod
     def read(cls, data: Json) -> Progress:
@@ -288,8 +322,10 @@ class Progress(_Record):
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,
+            wait=Wait.from_json(data.get("w", ())),
             silence=silence,
             position=InputPosition.from_json(data["pos"]),
+            skipped=SkippedLines.from_json(data.get("skip", ())),
         )
 
 
@@ -385,17 +421,6 @@ def parse_line(line: bytes) -> Record | None:
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return record
-
-
-def parse_history(data: bytes) -> tuple[list[Record], int]:
-    """The records of a history, in the order in which they were written, and how many lines are damaged.
-
-    A torn last line is left out, and so are whole ones that are not known here.
-    """
-    lines = whole_lines(data)
-    found = [parse_line(line) for line in lines]
-    damaged = sum(record is None and unseal(line) is None for line, record in zip(lines, found, strict=True))
-    return [record for record in found if record is not None], damaged
 
 
 def is_progress_line(line: bytes) -> bool:

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from pathlib import Path
 from typing import Literal
@@ -39,7 +39,6 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_delivered,
 )
 from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
-from datatrove_ckpt.checkpoint.history_records import WorkCounts
 from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run, settings_in
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -64,6 +63,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
+from datatrove_ckpt.checkpoint.numbers import RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
 
@@ -181,9 +181,36 @@ class RankLedger:
         return (self.sums.at or self.written.get(COMMITS)) if self.sums.indices else None
 
     @property
-    def attempts(self) -> int:
-        """How many processes have owned the rank."""
+    def owners(self) -> int:
+        """How many processes have owned the rank, ``repair`` among them."""
         return int(self.run.get("owner", {}).get("fence", 0))
+
+    def numbers(self) -> RunNumbers:
+        """What all attempts did. Whether the newest one was killed cannot be seen here."""
+        attempts = self.history.attempts
+        killed = [attempt for attempt in attempts if attempt.without_a_word]
+        found = RunNumbers(
+            counts=replace(self.sums.counts),
+            unfinished=self.unfinished,
+            chunks=len(self.sums.indices),
+            files=self.sums.files,
+            unfinished_chunks=len(self.open_chunks),
+            exact=self.journals is not None or self.has_said_its_end,
+            lost_in_flight=sum(attempt.in_flight for attempt in killed),
+            number_of_attempts=len(attempts) or self.owners,  # an earlier release wrote no history
+            killed=len(killed),
+            dead_letters=self.causes,
+        )
+        last = self.history.last
+        if last is not None:
+            found.work = last.total
+            found.skipped = last.skipped
+            if any(attempt.ended is None for attempt in attempts):
+                # The last minute before a kill is in no line of the history, and neither is what a running rank did
+                # since its last line. But a request of a document that is done was sent, unless it was cached.
+                at_least = found.done.requests - last.total.cached
+                found.work = replace(last.total, sent=max(last.total.sent, at_least))
+        return found
 
     @property
     def open_journals(self) -> dict[int, DocumentCounts]:
@@ -207,7 +234,7 @@ class RankLedger:
         ``repair`` is an owner, too, and writes no history.
         """
         attempts = self.history.attempts
-        return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.attempts
+        return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.owners
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
         """The bytes from ``start`` to ``end`` of the dead letters file, in blocks. Read now: they may be many."""
@@ -296,17 +323,13 @@ class JobSums:
     Attributes:
         committed: what each rank and each retry has committed, with the rank's number.
         retried: the commits of retries, if commits were read.
-        files: of the output.
-        work: what all attempts did, if histories were read. Of an attempt that was killed, the last minute is missing.
-        attempts: of ranks and retries.
+        numbers: of all of them together; those of requests only if histories were read.
     """
 
     ranks: int = 0
     committed: list[tuple[int, DocumentCounts]] = field(default_factory=list)
     retried: list[Commit] = field(default_factory=list)
-    files: int = 0
-    work: WorkCounts = field(default_factory=WorkCounts)
-    attempts: int = 0
+    numbers: RunNumbers = field(default_factory=RunNumbers)
 
     @property
     def counts(self) -> DocumentCounts:
@@ -318,10 +341,7 @@ class JobSums:
         self.ranks += not rank.root
         self.committed.append((rank.number, rank.sums.counts))
         self.retried += rank.commits.values() if rank.root else ()
-        self.files += rank.sums.files
-        self.attempts += rank.attempts
-        if rank.history.last is not None:
-            self.work = self.work.plus(rank.history.last.total)
+        self.numbers.add(rank.numbers())
 
 
 # one rank ------------------------------------------------------------------------------------------------------------

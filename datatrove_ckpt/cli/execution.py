@@ -416,7 +416,7 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
         often = "".join(cause for cause, _ in causes.most_common(1))
         none = f"No document was {'written' if counts.answers else 'answered'}: {often}. "
     return (
-        f"{none}{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.files, 'file')} in "
+        f"{none}{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.numbers.files, 'file')} in "
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
         f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} {next_step}"
@@ -424,15 +424,14 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
 
 
 def _attempts(job: JobSums) -> str:
-    """What all attempts sent, as a sentence with a space before it; empty if every rank had one, without a repetition.
-
-    A history does not hold the last minute of an attempt that was killed.
-    """
-    sent, ranks = job.work, len(job.committed)  # with retries
-    attempts = max(ranks, job.attempts)
+    """What all attempts sent, as a sentence with a space before it; empty if nothing was repeated."""
+    sent = job.numbers.work
+    ranks = len(job.committed)  # with retries
+    attempts = max(ranks, job.numbers.number_of_attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
-    at_least, again = "at least " if attempts > ranks else "", sent.retries + sent.resent
+    at_least = "at least " if job.numbers.work_is_at_least else ""
+    again = sent.retries + sent.resent
     were = "was" if sent.sent == 1 else "were"
     said = (
         f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
@@ -446,7 +445,7 @@ def _checked(checked: Checked) -> str:
     """A sentence with a space before it; empty if nothing could be compared here."""
     parts = []
     if checked.jobs:
-        files = sum(job.files for job in checked.jobs.values())
+        files = sum(job.numbers.files for job in checked.jobs.values())
         parts.append(f"{plural(files, 'output file')} by name, size and time of change")
     if checked.inputs:
         parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")

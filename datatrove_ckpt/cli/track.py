@@ -21,12 +21,14 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import HISTORY, RUN, TRACKING, TRACKING_LOCK
+from datatrove_ckpt.checkpoint.layout import TRACKING, TRACKING_LOCK
 from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.config.monitoring import TrackedJob
 from datatrove_ckpt.errors import CheckpointLocked, CkptError, StorageFailed
+from datatrove_ckpt.maintenance.read_state import wanted_files
 from datatrove_ckpt.maintenance.tracking import MlflowRun, TrackedRun, Tracker, WandbRun, job_of
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.redaction import Redactor
 
 _SENDING_SECONDS = 60.0  # between two sendings
@@ -36,9 +38,9 @@ _LAST_SECONDS = 5.0  # that it may need after the end of who started it
 
 def track(arguments: argparse.Namespace) -> int:
     """Sends all, as long as there is something to come. Returns the exit code."""
-    with place_of(arguments, lambda name, size: name in (RUN, HISTORY)) as place:
+    with place_of(arguments, wanted_files) as place:
         job, said = job_of(place), ""
-        tracker = _tracker(place.folder, job)
+        tracker = _tracker(place, job)
         try:
             lock = files.Lock(place.folder / TRACKING_LOCK)
         except CheckpointLocked:
@@ -48,7 +50,7 @@ def track(arguments: argparse.Namespace) -> int:
                 "all that this command would."
             ) from None
         try:
-            while (problem := tracker.work(everything=False)) or not tracker.is_over:
+            while (problem := tracker.work()) or not tracker.is_over:
                 if problem != said:
                     write_out(f"{place.said(Redactor()(problem)) or 'up to date again'}\n")
                 said = problem
@@ -61,13 +63,13 @@ def track(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tracker(root: Path, job: TrackedJob) -> Tracker:
+def _tracker(place: Place, job: TrackedJob) -> Tracker:
     runs: list[Callable[[float], TrackedRun]] = []
     if job.mlflow_uri is not None:
         runs.append(partial(MlflowRun, job))
     if job.wandb_project is not None:
-        runs.append(lambda first_at: WandbRun(job, root))
-    return Tracker(root, job.ranks, runs)
+        runs.append(lambda first_at: WandbRun(job, place.folder))
+    return Tracker(place, runs)
 
 
 # for a run ------------------------------------------------------------------------------------------------------------
@@ -84,14 +86,14 @@ def _track_of_run(root: Path) -> None:
         files.Lock(root / TRACKING_LOCK)  # until this process ends
         with suppress(StorageFailed):  # only the same command by hand needs it
             files.disk.replace(root / TRACKING, orjson.dumps(asdict(job)))
-        _answer(_tracker(root, job), wishes, answers)
+        _answer(_tracker(Place(str(root), root, [str(root)]), job), wishes, answers)
         os._exit(0)  # whatever threads libraries have
 
 
 def _answer(tracker: Tracker, wishes: FileIO, answers: FileIO) -> None:
     redact, number, wish, at_work = Redactor(), 0, b"", time.monotonic()
     while True:  # at once, so that imports and the making of the run hold up nothing at the end
-        problem = " ".join(redact(tracker.work(everything=bool(wish))).split())[:500]
+        problem = " ".join(redact(tracker.work()).split())[:500]
         number = int(wish or number)
         answers.write(f"{number} {problem}\n".encode("utf-8", "backslashreplace"))
         if not tracker.is_over:
@@ -100,7 +102,7 @@ def _answer(tracker: Tracker, wishes: FileIO, answers: FileIO) -> None:
             return
         wish = b""
         if select.select([wishes], [], [], _SENDING_SECONDS)[0] and not (wish := wishes.readline()):
-            tracker.work(everything=True)  # a rank of another process may have ended meanwhile
+            tracker.work()  # a rank of another process may have ended meanwhile
             return
 
 

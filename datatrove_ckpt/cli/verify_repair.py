@@ -64,7 +64,7 @@ def _as_json(report: Report, full: bool, code: int) -> Json:
         "full": full,
         "exit_code": code,
         "ranks": [_rank_as_json(rank) for rank in report.ranks],
-        "totals": _totals(report) | {"files": report.sums.files},
+        "totals": _totals(report) | {"files": report.sums.numbers.files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }
@@ -113,7 +113,7 @@ def _verdict(report: Report, full: bool) -> str:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     return (
         f"{found}: {plural(sums.ranks, 'rank')}, {plural(counts.read, 'document')} ({counts.written} written, "
-        f"{counts.dropped} dropped, {plural(counts.dead, 'dead letter')}) in {plural(sums.files, 'file')} "
+        f"{counts.dropped} dropped, {plural(counts.dead, 'dead letter')}) in {plural(sums.numbers.files, 'file')} "
         f"of {report.output} (checked: {checked})"
     )
 

@@ -15,10 +15,11 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits, sum_work
 from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD, rank_folder, retry_number
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
-from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines
+from datatrove_ckpt.readers.shard import ShardRecord
 
 
 class RankNumbers:

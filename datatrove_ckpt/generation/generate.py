@@ -51,6 +51,7 @@ from datatrove_ckpt.inference.client.answers import (
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.inference.client.transport import is_rejection
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
@@ -283,8 +284,9 @@ class Requests:
         return result
 
     def count_finished(self, result: object) -> None:
-        """Counts a result of an old output, if it is an answer."""
+        """Counts a result of an old output, if it is an answer: like one of the request cache, it was not sent."""
         if isinstance(result, Result):
+            self._rank.observer.own.cached += 1
             self._count(result, self._usual)
 
     def _count(self, result: Result, way: Way) -> None:
@@ -312,7 +314,8 @@ class Requests:
                 if model.batches is not None and way.is_shared:
                     completion = await model.batches.complete(client, sent, way, self._answers)
                 else:
-                    completion = await client.complete(body, way)
+                    request = Request(client.sender, self._answers.doc_id)
+                    completion = await client.complete(body, way, request)
             finally:
                 self._answers.request_finished()
         except RequestRejected as error:
@@ -331,7 +334,7 @@ class Requests:
             if not isinstance(error, RequestFailed):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
-        model.observer.answered(completion)
+        rank.observer.answered(completion)
         self._check_size(completion, sent, way)
         fields, response_id, name = _fields(completion, sent), completion.response_id, completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})

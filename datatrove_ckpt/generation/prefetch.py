@@ -28,6 +28,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
@@ -39,7 +40,7 @@ from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlRea
 from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, name_file, steps_before
 from datatrove_ckpt.readers.positions import UNKNOWN, Position, Reached, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import ShardRecord, SkippedLines, StepRecord
+from datatrove_ckpt.readers.shard import ShardRecord, StepRecord
 
 # Which steps before the runner may keep something from one document to the next, so that a resume must count.
 #

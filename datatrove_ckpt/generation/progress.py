@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -32,18 +32,18 @@ from datatrove_ckpt.checkpoint.history_records import (
     ServerWhat,
     Silence,
     Spread,
+    Wait,
     WorkCounts,
 )
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.formatting import duration
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
 from datatrove_ckpt.process.screen import READING, WAITING, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.readers.shard import SkippedLines
 from datatrove_ckpt.redaction import redact
 
 MINUTE_SECONDS = 60.0
@@ -54,23 +54,45 @@ _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 
 
-class ModelObserver:
-    """Observes the servers of a model, or of all models of a rank.
-
-    Attributes:
-        clients: of the models whose servers are ready.
-        early: requests that wait because they are not.
-        answered_at: when the last answer came, as ``time.monotonic`` says.
-    """
+class Newest:
+    """When a count was last seen to change. To look once a second costs nothing per answer."""
 
     def __init__(self) -> None:
-        self.clients: list[CompletionClient] = []
+        self._at = time.monotonic()
+        self._count = 0
+
+    def look(self, count: int) -> None:
+        if count != self._count:
+            self._count = count
+            self._at = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since then."""
+        return time.monotonic() - self._at
+
+
+class ModelObserver:
+    """Observes the servers of a model for a rank.
+
+    Args:
+        on_serving: called when they are ready.
+
+    Attributes:
+        client: None until they are.
+        early: requests that wait for that.
+        newest: of its answers.
+    """
+
+    def __init__(self, on_serving: Callable[[], None]) -> None:
+        self.client: CompletionClient | None = None
         self.early = 0
-        self.answered_at = time.monotonic()
+        self.newest = Newest()
+        self._on_serving = on_serving
         self._outages: list[Outage] = []
 
     def waits(self, outage: Outage) -> None:
-        """The outage clock of a model, whose servers are waited for."""
+        """The outage clock of the model, whose servers are waited for."""
         self._outages.append(outage)
 
     async def until(self, client: asyncio.Future[CompletionClient]) -> CompletionClient:
@@ -82,22 +104,24 @@ class ModelObserver:
             self.early -= 1
 
     def serving(self, client: CompletionClient) -> None:
-        """Requests to a model go through this client from now on."""
-        self.clients.append(client)
+        """Requests to the model go through this client from now on."""
+        self.client = client
+        self.newest = Newest()
         self._outages.append(client.outage)
-        self.answered_at = time.monotonic()
+        self._on_serving()
 
-    def answered(self, completion: Completion) -> None:
-        """A server gave an answer."""
-        self.answered_at = time.monotonic()
+    @property
+    def is_waiting(self) -> bool:
+        """Whether servers have a request of the rank, or will have it again."""
+        return self.client is not None and self.client.stats.in_flight + self.client.stats.pausing > 0
 
-    def silence(self) -> Silence:
-        """Of the model that has given no answer for the longest time."""
-        found = [Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model) for one in self._outages]
-        return max(found, default=Silence())
+    def silences(self) -> Iterator[Silence]:
+        """Of the servers, and of those that are waited for."""
+        for one in self._outages:
+            yield Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
 
 
-class RankReporter(ModelObserver):
+class RankReporter:
     """One rank's progress in this attempt. The rank's ``Scheduler`` tells it what happens.
 
     ``progress``, ``spread`` and ``last_records`` may be called in any thread.
@@ -110,22 +134,21 @@ class RankReporter(ModelObserver):
     Attributes:
         own: what this attempt did. Documents, failed requests and answers from the cache are counted by who knows.
         position: how much of the input is done.
-        skipped: lines and rows of the input that were no documents, in all attempts; once the input has ended.
     """
 
     def __init__(self, rank: int, checkpoint: Checkpoint, shutdown: Shutdown, interval: float) -> None:
-        super().__init__()
         self.own = WorkCounts()
         self.position: Callable[[], InputPosition] = InputPosition
-        self.skipped = SkippedLines()
         self._rank = rank
         self._checkpoint = checkpoint
         self._shutdown = shutdown
         self._interval = min(interval, _REPORT_SECONDS), interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
-        self._models: dict[str, _ModelReporter] = {}
+        self._models: dict[str, ModelObserver] = {}
+        self._newest = Newest()
         self._source: DocumentSource | None = None
+        self._has_said_why_unknown = False
         self._spread = Buckets(), Buckets(), Buckets()
         self._recent: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()  # of these two: metrics are read in other threads
@@ -134,15 +157,24 @@ class RankReporter(ModelObserver):
     # what happens ------------------------------------------------------------------------------------------------
 
     def of(self, config: InferenceConfig) -> ModelObserver:
-        """The observer of a model's servers. The observer of a rank's only model is the rank's."""
-        return self._models.setdefault(config.name, _ModelReporter(self)) if config.name else self
+        """The observer of a model's servers."""
+        return self._models.setdefault(config.name, ModelObserver(self._serving))
 
-    def serving(self, client: CompletionClient) -> None:
-        super().serving(client)
+    def _serving(self) -> None:
+        self._newest = Newest()
         self._checkpoint.clock.serving()
 
+    @property
+    def clients(self) -> list[CompletionClient]:
+        """Of the models whose servers are ready."""
+        return [model.client for model in self._models.values() if model.client is not None]
+
+    def silence(self) -> Silence:
+        """Of the model that has given no answer for the longest time."""
+        return max((found for model in self._models.values() for found in model.silences()), default=Silence())
+
     def answered(self, completion: Completion) -> None:
-        super().answered(completion)
+        """A server gave an answer."""
         usage = completion.usage
         prompt, tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         self.own.requests += 1
@@ -176,9 +208,9 @@ class RankReporter(ModelObserver):
                 self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
 
     @property
-    def sent(self) -> int:
-        """Requests that the server got and that ended: with an answer, a rejection or a failure."""
-        return self.own.requests + self.own.failed
+    def skipped(self) -> SkippedLines:
+        """Lines and rows of the input that were no documents, as far as it was read, in all attempts."""
+        return SkippedLines() if self._source is None else self._source.skipped
 
     # the screen --------------------------------------------------------------------------------------------------
 
@@ -191,6 +223,7 @@ class RankReporter(ModelObserver):
         async with _screen(interval) as report:
             try:
                 while True:
+                    self._look()
                     report(self._rank, self.now())
                     if self.silence().lasts != was_silent:
                         was_silent = not was_silent
@@ -199,6 +232,12 @@ class RankReporter(ModelObserver):
             finally:
                 report(self._rank, self.now())
 
+    def _look(self) -> None:
+        self._newest.look(self.own.documents + self.own.requests + self.own.failed)
+        for model in self._models.values():
+            if model.client is not None:
+                model.newest.look(model.client.stats.answers)
+
     def now(self) -> RankProgress:
         """Where the rank stands."""
         position = self.position()
@@ -206,27 +245,30 @@ class RankReporter(ModelObserver):
             self._attempt,
             self._before + self.own.documents,
             self.own.documents,
-            self.sent,
+            self.own.requests + self.own.failed,
             self.own.completion_tokens,
             position.done,
             position.total,
             position.unit,
-            self._state(),
+            *self._state(),
         )
 
-    def _state(self) -> str:
+    def _state(self) -> tuple[str, float, bool]:
+        """See ``RankProgress``: what the rank does, for how long, and whether that is an outage."""
         if self._shutdown.is_stopping:
-            return "stopping"
+            return "stopping", 0.0, False
+        silence = self.silence()
+        if silence.lasts:
+            return str(silence), silence.seconds, True
         if not self.clients and self._source is not None and not self._source.handed_over:
-            return READING
-        for name, model in self._models.items() or [("", self)]:
-            silent, waiting = time.monotonic() - model.answered_at, [one.stats for one in model.clients]
-            is_open = not waiting and model.silence().seconds
-            if silent >= _SILENCE_SECONDS and (is_open or any(stats.in_flight or stats.pausing for stats in waiting)):
-                return f"no answer {f'from {name} ' if name else ''}for {duration(silent)}"
-            if not waiting and (model.early or not self.clients):
-                return WAITING + (f" of {name}" if self.clients else "")
-        return ""
+            return READING, 0.0, False
+        for name, model in self._models.items():
+            quiet = model.newest.seconds
+            if quiet >= _SILENCE_SECONDS and model.is_waiting:
+                return f"no answer from {name}" if name else "no answer", quiet, False
+            if model.client is None and (model.early or not self.clients):
+                return f"{WAITING} of {name}" if self.clients else WAITING, 0.0, False
+        return "", 0.0, False
 
     # the history -------------------------------------------------------------------------------------------------
 
@@ -240,8 +282,8 @@ class RankReporter(ModelObserver):
             self._checkpoint.note(self.progress(), *spread)
 
     def _say_why_unknown(self) -> None:
-        if self._source is not None and self._source.lacks_size:
-            self._source = None
+        if self._source is not None and self._source.lacks_size and not self._has_said_why_unknown:
+            self._has_said_why_unknown = True
             logger.info(
                 "Progress is shown without percent and time left: the documents have no position in the input, or it "
                 "does not say how large it is. A single JsonlReader, ParquetReader, IpcReader or "
@@ -253,9 +295,19 @@ class RankReporter(ModelObserver):
         own = replace(self.own, errors=dict(self.own.errors))
         found = history_records.Progress(own=own, position=self.position())
         found.in_flight, found.waiting = _add_attempts(own, self.clients)
-        found.waiting += sum(one.early for one in (self, *self._models.values()))
+        found.waiting += sum(model.early for model in self._models.values())
+        found.wait = self._wait()
         found.silence = self.silence()
+        found.skipped = self.skipped
         return found
+
+    def _wait(self) -> Wait:
+        all_started = self._source is not None and self._source.is_at_end
+        attempts = [attempt for client in self.clients if (attempt := client.oldest) is not None]
+        oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
+        seconds = 0.0 if oldest is None else round(time.monotonic() - oldest.started_at, 1)
+        document = "" if oldest is None else oldest.request.document
+        return Wait(round(self._newest.seconds, 1), seconds, document, all_started)
 
     def spread(self) -> Spread:
         """The histograms now: a copy, because other threads read it later."""
@@ -286,26 +338,6 @@ def _add_attempts(work: WorkCounts, clients: Sequence[CompletionClient]) -> tupl
             work.errors[kind] = work.errors.get(kind, 0) + times
     waiting = sum(client.waiting for client in clients)
     return sum(stats.in_flight for stats in found), waiting
-
-
-class _ModelReporter(ModelObserver):
-    """Observes one of several models for its rank."""
-
-    def __init__(self, rank: RankReporter) -> None:
-        super().__init__()
-        self._rank = rank
-
-    def waits(self, outage: Outage) -> None:
-        super().waits(outage)
-        self._rank.waits(outage)
-
-    def serving(self, client: CompletionClient) -> None:
-        super().serving(client)
-        self._rank.serving(client)
-
-    def answered(self, completion: Completion) -> None:
-        super().answered(completion)
-        self._rank.answered(completion)
 
 
 @asynccontextmanager

@@ -245,7 +245,6 @@ class _Run:
                     media=None if servers is None else servers.media,
                 )
                 await scheduler.run(documents)
-                progress.skipped = documents.skipped
                 documents.add_earlier_stats()
         finally:
             for watcher in watchers:
@@ -373,11 +372,12 @@ class RankMessages:
         if not counts.read:
             logger.success(f"Rank {self.rank}: there are no documents in its input.{self.progress.skipped}")
             return
+        sent = self.progress.progress().own.sent
         logger.success(
             f"Rank {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to {where} "
             f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); {plural(counts.requests, 'request')}, "
-            f"of which {self.progress.sent} {'was' if self.progress.sent == 1 else 'were'} sent in this run, "
-            f"{plural(counts.prompt_tokens, 'prompt token')}, {plural(counts.completion_tokens, 'completion token')}."
+            f"{sent} sent in this run, {plural(counts.prompt_tokens, 'prompt token')}, "
+            f"{plural(counts.completion_tokens, 'completion token')}."
             f"{counts.odd_answers}{self.progress.skipped} {self._again(counts.dead)}"
         )
 

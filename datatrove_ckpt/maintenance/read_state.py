@@ -22,13 +22,12 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_log import (
     RATE_SECONDS,
-    STUCK_SECONDS,
     AttemptSummary,
     Rates,
     RecentHistory,
     downtime,
 )
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Silence, WorkCounts
 from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run, settings_in
 from datatrove_ckpt.checkpoint.job import removed_ranks
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
@@ -91,6 +90,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.mixed = mixed_settings(changes)
     state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
     _sort_out(state, place.folder)
+    find_outages(state.ranks + state.retries)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
@@ -186,9 +186,6 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
             rank.rates.input = rank.rates.documents * per_document
         totals.add(rank)
         totals.states[rank.state] += 1
-        totals.work_is_at_least = totals.work_is_at_least or rank.work_is_at_least
-        totals.attempts += rank.number_of_attempts
-        totals.attempts_without_a_word += sum(attempt.without_a_word for attempt in rank.attempts)
     totals.rates = _rates_now(ranks, now)
     running = [rank for rank in ranks if rank.state == "running"]
     totals.as_of = min((rank.as_of for rank in running or ranks if rank.as_of is not None), default=None)
@@ -250,7 +247,7 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 def _average(totals: Totals) -> Rates:
     seconds = totals.working_seconds
     # Of an attempt that was killed at once, the documents are known, and not the time.
-    if not seconds or (seconds < _FIRST_SECONDS and totals.attempts_without_a_word):
+    if not seconds or (seconds < _FIRST_SECONDS and totals.killed):
         return Rates()
     average = Rates()
     for counts in (totals.counts, totals.unfinished):
@@ -290,7 +287,9 @@ def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
     totals.halted = len(halted)
     rest = sum((one.position.total or 0) - one.position.done for one in halted if one.position.total is not None)
     left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
-    return max(left, *(rank.time_left or 0.0 for rank in ranks))
+    left = max(left, *(rank.time_left or 0.0 for rank in ranks))
+    quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
+    return left if left >= quiet else None
 
 
 # what a rank does -----------------------------------------------------------------------------------------------------
@@ -305,6 +304,9 @@ SILENT_SECONDS = 180.0
 """A rank that runs and has written no line for so long is silent."""
 COPY_SECONDS = 1200.0
 """The same for a mirror: with ``mirror_seconds: auto``, up to ten minutes are between two uploads."""
+STUCK_SECONDS = 600.0
+"""A rank in which nothing is finished for so long is stuck, and in which servers are started again so often as
+``MAX_RESTARTS`` is restarting."""
 SLOW_SHARE = 0.5
 """A rank that is slower than this share of the median is slow."""
 LOOP_ATTEMPTS = 3
@@ -330,16 +332,13 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.trouble, rank.reason = "damaged", str(ledger.damage)
         return rank
     sums, recent, written = ledger.sums, ledger.history, ledger.written
-    rank.counts, rank.chunks, rank.files = sums.counts, len(sums.indices), sums.files
+    rank.add(ledger.numbers())
     rank.last_commit = sums.at if rank.is_copy else ledger.last_commit
-    rank.unfinished, rank.unfinished_chunks = ledger.unfinished, len(ledger.open_chunks)
-    rank.exact = ledger.journals is not None or ledger.has_said_its_end
-    rank.attempts, rank.number_of_attempts = recent.attempts, ledger.attempts
-    rank.seconds, rank.dead_letters = sums.seconds, ledger.causes
+    rank.attempts, rank.seconds = recent.attempts, sums.seconds
     if (last := recent.last) is not None:
         if last.documents.read or not rank.documents:  # else more is done than that line knows
             rank.position = _reached(last, rank)
-        rank.work, rank.seconds = last.total, max(rank.seconds, last.seconds.total)
+        rank.seconds = max(rank.seconds, last.seconds.total)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
@@ -373,14 +372,13 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.state = "lost"
         rank.as_of = recent.last.at if recent.last is not None else None
         attempt.without_a_word = True
+        rank.killed += 1
+        rank.lost_in_flight += attempt.in_flight
         age = duration(max(0.0, now - attempt.last_seen))
         said = f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {rank.process}"
         rank.trouble, rank.reason = "lost", said
     else:
         _judge_ended(rank, attempt, now)
-    for earlier in rank.attempts[:-1]:
-        earlier.without_a_word = earlier.ended is None
-    rank.lost_in_flight = sum(one.in_flight for one in rank.attempts if one.without_a_word)
     rank.downtime = downtime(rank.attempts)
 
 
@@ -402,25 +400,27 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         holds = ", which holds its lock" if rank.holder is not None else ""
         rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {rank.process}{holds}"
         return
-    seconds = recent.window[-1].at - recent.window[0].at if recent.window else 0.0
+    seconds = recent.seconds
     if seconds:
         rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
+        rank.wait = last.wait
         rank.rates = Rates() if last.silence.lasts else recent.rates()
     elif rank.attempt is not None and not rank.is_copy:  # the line of its start tells nothing yet: count
         done, before, factor = rank.done, last.documents, 1 / max(now - rank.attempt.started, 1.0)
         for counts, sign in ((done, factor), (before, -factor)):
             rank.rates.add(_done(counts, 0), sign)
     if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
-        rank.time_left = max(0, rank.position.total - rank.position.done) / rank.rates.input
+        left = max(0, rank.position.total - rank.position.done) / rank.rates.input
+        rank.time_left = left if left >= rank.wait.quiet else None
     rank.has_rate = seconds >= RATE_SECONDS - 1
     if last.silence.lasts:
-        rank.trouble, rank.reason = "stuck", _unanswered(last, now)
-    elif recent.is_stuck:
-        rank.trouble, rank.reason = "stuck", _stuck(recent, now)
+        rank.trouble, rank.outage = "stuck", last.silence._replace(seconds=last.silence.seconds + now - last.at)
+    elif last.wait.quiet >= STUCK_SECONDS:
+        rank.trouble, rank.reason = "stuck", _stuck(recent, last, now)
     elif loop := _barren(rank):
         rank.trouble, rank.reason = "looping", _looping(rank, loop, now)
     else:
-        _judge_restarts(rank, recent, last)
+        _judge_restarts(rank, recent, now)
 
 
 def _barren(rank: RankState) -> list[AttemptSummary]:
@@ -445,32 +445,30 @@ def _looping(rank: RankState, loop: list[AttemptSummary], now: float) -> str:
     )
 
 
-def _judge_restarts(rank: RankState, recent: RecentHistory, last: Progress) -> None:
-    then = recent.before(STUCK_SECONDS)
-    if then is None:
-        return
-    restarts = last.own.restarts - then.own.restarts
+def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
+    lately = [event for event in recent.servers if now - event.at <= STUCK_SECONDS]
+    restarts = sum(event.what == "restart" for event in lately)
     if restarts >= MAX_RESTARTS:
-        span = duration(recent.window[-1].at - then.at)
-        death = next((event for event in reversed(recent.servers) if event.what == "death" and event.why), None)
+        death = next((event for event in reversed(lately) if event.what == "death" and event.why), None)
         why = f"; one died of: {death.why}" if death is not None else ""
+        span = duration(STUCK_SECONDS)
         rank.trouble, rank.reason = "restarting", f"its servers were started again {restarts} times in {span}{why}"
 
 
-def _unanswered(last: Progress, now: float) -> str:
-    """The same for ranks whose servers went at nearly the same time: they share a line then."""
-    seconds, patience, unreachable, model = last.silence
-    seconds = max(30.0, min(patience, seconds + now - last.at) // 30 * 30)
-    what = "is unreachable" if unreachable else "gives no answers"
-    server = f"the server of {model}" if model else "the server"
-    return f"no answer for {duration(seconds)}: {server} {what}; stops at {patience:g} s (server_patience_seconds)"
+def find_outages(ranks: Sequence[RankState]) -> None:
+    """Gives the ranks that one outage has met one reason: they share a server, and lost it within a minute."""
+    met = [(rank.outage, rank) for rank in ranks if rank.outage is not None]
+    met.sort(key=lambda pair: (str(pair[0]), -pair[0].seconds))
+    first: Silence | None = None
+    for outage, rank in met:
+        if first is None or str(outage) != str(first) or first.seconds - outage.seconds > _MIN_SECONDS:
+            first = outage
+        seconds = duration(min(first.patience, first.seconds))
+        rank.reason = f"no answer for {seconds}: {first}; stops at {first.patience:g} s (server_patience_seconds)"
 
 
-def _stuck(recent: RecentHistory, now: float) -> str:
-    last = recent.last
-    assert last is not None
-    first = recent.since or last
-    nothing = f"no answer and no document for {duration(now - first.at)}"
+def _stuck(recent: RecentHistory, last: Progress, now: float) -> str:
+    nothing = f"no answer and no document for {duration(last.wait.quiet + now - last.at)}"
     event = recent.servers[-1] if recent.servers else None
     if event is not None and event.what in ("start", "restart", "death"):
         why = f" ({event.why})" if event.why else ""
@@ -478,10 +476,11 @@ def _stuck(recent: RecentHistory, now: float) -> str:
         server = f"its server {event.name}" if " " in event.name else "its server"  # of one of several models
         since = f"{server} {words[event.what]} since {duration(now - event.at)}"
         return f"{nothing}: {since if event.what != 'death' else f'{server} died{why}'}"
-    since_then = {name: count - first.own.errors.get(name, 0) for name, count in last.own.errors.items()}
-    errors = ", ".join(f"{count} {name}" for name, count in Counter(since_then).most_common(3) if count > 0)
+    first = recent.window[0] if recent.window else last
+    lately = {name: count - first.own.errors.get(name, 0) for name, count in last.own.errors.items()}
+    errors = ", ".join(f"{count} {name}" for name, count in Counter(lately).most_common(3) if count > 0)
     queue = f"{plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
-    return f"{nothing}: {queue}" + (f"; errors since then: {errors}" if errors else "")
+    return f"{nothing}: {queue}" + (f"; errors in the last {duration(recent.seconds)}: {errors}" if errors else "")
 
 
 def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
@@ -501,9 +500,11 @@ def find_slow(ranks: Sequence[RankState]) -> None:
     """Marks the ranks that are far behind the median of the others.
 
     A rank that is finished counts with its average, so the last one of a run is compared, too. A rank with long
-    documents finishes fewer of them, and is not slow: both documents and tokens must be few.
+    documents finishes fewer of them, and is not slow: both documents and tokens must be few. Neither is a rank that
+    waits for its last answers.
     """
     running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
+    running = [rank for rank in running if not rank.wait.all_started]
     measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
     finished = [speed for rank in measured if (speed := _speed(rank.work, rank.seconds))[1]]
     peers = [speed for rank in running if (speed := _speed(rank.rates))[1]] + finished

@@ -19,10 +19,11 @@ from typing import Any, Literal, get_args
 
 import orjson
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts, sum_delivered
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_delivered
 from datatrove_ckpt.checkpoint.history_log import AttemptSummary, Rates
-from datatrove_ckpt.checkpoint.history_records import InputPosition, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Silence, Wait, WorkCounts
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import RunNumbers
 
 State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinished", "damaged"]
 """What a rank does now.
@@ -55,61 +56,22 @@ _LEAST_DOCUMENTS, _LEAST_SECONDS = 10, 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Sums:
-    """What is known of a rank, and added up over ranks.
+class Sums(RunNumbers):
+    """What is known of a rank now, and added up over ranks.
 
     Attributes:
-        counts, chunks, files: what is committed.
-        unfinished: the documents in journals of chunks that are not committed, by ``unfinished_chunks``.
-        exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
         position: how much of the input is done.
-        work: what all attempts did, as of the last line of the history.
-        models: the same of each model, by its name, if there are several.
-        lost_in_flight: requests in flight when an attempt ended without a word, as of its last line: they are sent
-            again, and their answers may have been paid for.
         rates: of the last minutes, while it runs.
-        in_flight, waiting: requests at the last line, while it runs.
-        as_of: time of that line; also if the last attempt was killed. None in the first ten seconds of an attempt. Of
-            several ranks, the oldest of those that run, or of the others if none does.
-        time_left: at the present rate; None if the end of the input is not known, or nothing runs.
-        dead_letters: by cause; no more than were read.
+        as_of: time of its last line; also if the last attempt was killed. None in the first ten seconds of an attempt.
+            Of several ranks, the oldest of those that run, or of the others if none does.
+        time_left: at the present rate; None if the end of the input is not known, if nothing runs, or if nothing has
+            been answered for longer than that.
     """
 
-    counts: DocumentCounts = field(default_factory=DocumentCounts)
-    unfinished: DocumentCounts = field(default_factory=DocumentCounts)
-    chunks: int = 0
-    files: int = 0
-    unfinished_chunks: int = 0
-    exact: bool = True
     position: InputPosition = field(default_factory=InputPosition)
-    work: WorkCounts = field(default_factory=WorkCounts)
-    lost_in_flight: int = 0
     rates: Rates = field(default_factory=Rates)
-    in_flight: int = 0
-    waiting: int = 0
     as_of: float | None = None
     time_left: float | None = None
-    dead_letters: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def documents(self) -> int:
-        """Documents that are done, committed or not."""
-        return self.counts.read + self.unfinished.read
-
-    @property
-    def done(self) -> DocumentCounts:
-        """The same by outcome, with their requests, tokens and answers."""
-        return sum_counts((self.counts, self.unfinished))
-
-    def add(self, other: Sums) -> None:
-        """Adds all but position, rates and times."""
-        self.counts.add(other.counts)
-        self.unfinished.add(other.unfinished)
-        self.work = self.work.plus(other.work)
-        self.dead_letters.update(other.dead_letters)
-        self.exact = self.exact and other.exact
-        for name in ("chunks", "files", "unfinished_chunks", "lost_in_flight", "in_flight", "waiting"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(slots=True)
@@ -120,11 +82,12 @@ class RankState(Sums):
         root: "" or the retry of dead letters that it belongs to, such as "retry-00001".
         folder: its files, or a copy of them.
         trouble, reason: why it needs attention; None and "" if it does not.
+        outage: of its servers, until now; None if there is none.
         has_rate: ``rates`` are of five minutes at least, so that they can be compared.
         seconds: what its attempts took together.
         downtime: seconds between attempts that were cut short and the ones after them.
         attempts: those that the history still names.
-        number_of_attempts: all of them.
+        wait: what it waits for, while it runs.
         last_word: time of the last change of any of its files.
         last_change: of its journals and commits, if it runs, or its last attempt ended without a word; else 0.
         holder: host and pid of the process that has its lock.
@@ -137,11 +100,12 @@ class RankState(Sums):
     state: State
     trouble: Trouble | None = None
     reason: str = ""
+    outage: Silence | None = None
     has_rate: bool = False
     seconds: float = 0.0
     downtime: float = 0.0
     attempts: list[AttemptSummary] = field(default_factory=list)
-    number_of_attempts: int = 0
+    wait: Wait = field(default_factory=Wait)
     last_word: float | None = None
     last_change: float = 0.0
     last_commit: float | None = None
@@ -159,12 +123,6 @@ class RankState(Sums):
         return self.state == "finished" or (
             self.state == "running" and self.trouble not in ("silent", "stuck", "looping")
         )
-
-    @property
-    def work_is_at_least(self) -> bool:
-        """Whether the history does not say all that was sent: it is older than the files, or ends without a word."""
-        silent = any(attempt.without_a_word for attempt in self.attempts)
-        return silent or self.work.sent + self.work.cached < self.counts.requests + self.unfinished.requests
 
     @property
     def attempt(self) -> AttemptSummary | None:
@@ -190,18 +148,14 @@ class Totals(Sums):
         working_seconds: the number of these seconds.
         halted: ranks that are started and do not go on, if there is a time left, which is without their work.
         not_started: ranks that have no folder.
-        attempts_without_a_word: among ``attempts``.
     """
 
     states: Counter[str] = field(default_factory=Counter)
     not_started: int = 0
     total_is_estimated: bool = False
-    work_is_at_least: bool = False
     average: Rates = field(default_factory=Rates)
     working_seconds: float = 0.0
     halted: int = 0
-    attempts: int = 0
-    attempts_without_a_word: int = 0
     started: float | None = None
 
 
@@ -249,9 +203,6 @@ class RunState:
         found.states = found.states + again.states
         found.rates.add(again.rates)
         found.as_of = found.as_of or again.as_of
-        found.work_is_at_least = found.work_is_at_least or again.work_is_at_least
-        found.attempts += again.attempts
-        found.attempts_without_a_word += again.attempts_without_a_word
         return found
 
     @property
@@ -329,12 +280,12 @@ def _totals(totals: Totals, tasks: int) -> Json:
         "tasks": tasks or None,
         "states": dict(sorted(totals.states.items())),
         "not_started": totals.not_started,
-        **_sums(totals, totals.work_is_at_least),
+        **_sums(totals),
         "input": _input(totals.position) | {"total_is_estimated": totals.total_is_estimated},
         "average": _rates(totals.average),
         "working_seconds": round(totals.working_seconds, 3),
-        "attempts": totals.attempts,
-        "attempts_without_a_word": totals.attempts_without_a_word,
+        "attempts": totals.number_of_attempts,
+        "attempts_without_a_word": totals.killed,
         "started_at": _time(totals.started),
     }
 
@@ -346,7 +297,7 @@ def _rank(rank: RankState) -> Json:
         "state": rank.state,
         "trouble": rank.trouble,
         "reason": rank.reason,
-        **_sums(rank, rank.work_is_at_least),
+        **_sums(rank),
         "input": _input(rank.position),
         "seconds": round(rank.seconds, 3),
         "downtime_seconds": round(rank.downtime, 3),
@@ -356,10 +307,11 @@ def _rank(rank: RankState) -> Json:
         "last_word_at": _time(rank.last_word),
         "last_commit_at": _time(rank.last_commit),
         "holder": rank.holder,
+        "wait": rank.wait._asdict(),
     }
 
 
-def _sums(sums: Sums, work_is_at_least: bool) -> Json:
+def _sums(sums: Sums) -> Json:
     return {
         "documents": sums.documents,
         "committed": _counts(sums.counts),
@@ -368,12 +320,13 @@ def _sums(sums: Sums, work_is_at_least: bool) -> Json:
         "chunks": sums.chunks,
         "unfinished_chunks": sums.unfinished_chunks,
         "work": {name: getattr(sums.work, name) for name in _WORK}
-        | {"lost_in_flight": sums.lost_in_flight, "errors": sums.work.errors, "is_at_least": work_is_at_least},
+        | {"lost_in_flight": sums.lost_in_flight, "errors": sums.work.errors, "is_at_least": sums.work_is_at_least},
         "rates": _rates(sums.rates),
         "time_left_seconds": None if sums.time_left is None else round(sums.time_left, 3),
         "as_of": _time(sums.as_of),
         "in_flight": sums.in_flight,
         "waiting": sums.waiting,
+        "skipped": {"damaged": sums.skipped.damaged, "without_text": sums.skipped.without_text},
         "dead_letters": dict(sums.dead_letters.most_common()),
     }
 

@@ -461,7 +461,7 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
         error = failure.__cause__ or failure if isinstance(failure, OutputFailed) else failure
         report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
         return None
-    if not there and not folder_is_given and report.sums.files:
+    if not there and not folder_is_given and report.sums.numbers.files:
         report.add_problem(
             "output",
             f"the output folder {report.output} does not exist. If it was moved, give its place with --output; if it "

@@ -16,6 +16,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.generation.as_read import as_read
@@ -32,7 +33,6 @@ from datatrove_ckpt.readers.shard import (
     FileRecord,
     ReaderRecord,
     ShardRecord,
-    SkippedLines,
     describe_pipeline,
     differences,
 )

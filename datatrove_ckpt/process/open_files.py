@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
+from loguru import logger
+
 from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles, causes
 
 # The lifeline pipe, the log while it starts, one connection for health and one for metrics.
@@ -85,7 +87,13 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     allowed = limits()[0]
     if allowed < needed:
         raise ConfigError(too_low(requests, needed, allowed))
-    return min(ranks, 1 + (allowed - needed) // _FILES)
+    at_once = min(ranks, 1 + (allowed - needed) // _FILES)
+    if at_once < ranks:
+        logger.warning(
+            f"The limit on open files lets only {at_once} of {ranks} tasks run at one time: they need "
+            f"{needed + others} open files, and this process may have {allowed} (ulimit -n)."
+        )
+    return at_once
 
 
 def too_low(requests: int, needed: int, allowed: int) -> str:

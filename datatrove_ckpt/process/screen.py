@@ -12,6 +12,7 @@ rank that starts again begins at 0; so only what is added to them is counted.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import select
 import sys
@@ -43,7 +44,8 @@ class RankProgress(NamedTuple):
     ``attempt``: another one for each start of a step's rank. ``documents``: finished, in all attempts. ``finished``,
     ``requests``, ``tokens``: in this attempt: documents, requests that ended, completion tokens. ``done``, ``total``:
     of the input, in ``unit``, which is "bytes" or "rows"; ``total`` is None if it is not known. ``state``: what it does
-    if it does no usual work, such as "the server is starting".
+    if it does no usual work, such as "waiting for the server", and ``seconds`` for how long, if that matters.
+    ``is_outage``: requests fail, and none is answered.
     """
 
     attempt: int
@@ -55,6 +57,8 @@ class RankProgress(NamedTuple):
     total: int | None = None
     unit: str | None = None
     state: str = ""
+    seconds: float = 0.0
+    is_outage: bool = False
 
     @property
     def work(self) -> list[int]:
@@ -115,6 +119,7 @@ class RunProgress:
         self._gained = 0.0  # shares of ranks
         self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
         self._samples = deque([_Sample(clock(), self.work, 0.0)])
+        self._newest_at = clock()  # when something was finished or answered
 
     # what ranks report -------------------------------------------------------------------------------------------
 
@@ -127,8 +132,10 @@ class RunProgress:
             before = last.work
         else:
             self._begun.pop(rank, None)
-        grown = (now - then for now, then in zip(progress.work, before, strict=True))
-        self.work = [known + max(0, more) for known, more in zip(self.work, grown, strict=True)]
+        grown = [max(0, now - then) for now, then in zip(progress.work, before, strict=True)]
+        self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
+        if any(grown):
+            self._newest_at = self._clock()
         if (share := progress.share) is not None:
             self._gain(rank, share, 0.0 if progress.documents == progress.finished else share)
             if self._begun.get(rank, (0.0, share))[1] == share:  # its server starts: that is no pace
@@ -207,10 +214,13 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the rate of the last ten minutes, and at least what the slowest rank needs. None if it is not known."""
+        """At the rate of the last ten minutes, and at least what the slowest rank needs.
+
+        None if it is not known, in an outage, and once nothing has been answered for longer than that.
+        """
         share = self.share
         first, now = self._since(self._clock() - _TIME_LEFT_SECONDS), self._clock()
-        if share is None or self._gained <= first.share or now <= first.at:
+        if share is None or self._outages or self._gained <= first.share or now <= first.at:
             return None
         rate = (self._gained - first.share) / (now - first.at) / self.ranks
         left = (1.0 - share) / rate
@@ -218,27 +228,44 @@ class RunProgress:
             moved = (self._last[rank].share or 0.0) - before
             if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:  # the first answers are no pace
                 left = max(left, (1.0 - before - moved) * (now - at) / moved)
-        return left if left < _LONGEST_LEFT else None
+        return left if now - self._newest_at <= left < _LONGEST_LEFT else None
 
     def _since(self, at: float) -> _Sample:
         """The first sample at this time or later; the last one if there is none."""
         return next((sample for sample in self._samples if sample.at >= at), self._samples[-1])
 
     @property
+    def _at_work(self) -> list[RankProgress]:
+        return [progress for rank, progress in self._last.items() if rank not in self._done]
+
+    @property
+    def _outages(self) -> list[RankProgress]:
+        return [progress for progress in self._at_work if progress.is_outage]
+
+    @property
     def state(self) -> str:
-        """What the ranks at work do, if it is the same for all of them, and no usual work."""
+        """An outage of a server; else what the ranks at work do, if it is the same for all, and no usual work."""
         if not self._last:
             return "starting"
-        states = {progress.state for rank, progress in self._last.items() if rank not in self._done}
-        state = states.pop() if len(states) == 1 else ""
-        return "" if state in (WAITING, READING) and self.rates.documents else state  # short tasks that have just begun
+        outages = self._outages
+        if outages:
+            longest = max(outages, key=lambda progress: progress.seconds)
+            return f"{longest.state} for {duration(longest.seconds)}"
+        at_work = self._at_work
+        if len({progress.state for progress in at_work}) != 1:
+            return ""
+        newest = min(at_work, key=lambda progress: progress.seconds)
+        if newest.state in (WAITING, READING) and self.rates.documents:  # short tasks that have just begun
+            return ""
+        return f"{newest.state} for {duration(newest.seconds)}" if newest.seconds else newest.state
 
     def line(self) -> str:
         """The text of a line in the log."""
         share, left, rates = self.share, self.seconds_left, self.rates
         parts = [] if share is None else [f"{'about ' * self.is_estimated}{percent(share)} of the input"]
         parts.append(f"{plural(self.documents, 'document')} done, {self.work[0]} of them in this run")
-        parts += [f"{self.complete_ranks} of {plural(self.ranks, 'task')}"] if self.ranks > 1 else []
+        if self.ranks > 1:  # the log of a task may have this line, too
+            parts[0] = f"All {self.ranks} tasks, {self.complete_ranks} of them complete: {parts[0]}"
         parts.append(plural(self.work[1], "request"))
         parts.append(f"{rates.documents:.1f} doc/s, {rates.requests:.1f} req/s, {rates.tokens:.0f} tok/s")
         parts += [] if left is None else [f"{duration(left)} left"]
@@ -258,7 +285,7 @@ def bar(progress: RunProgress, columns: int) -> str:
         (4, f"{rates.requests:.1f} req/s"),
         (3, f"{rates.tokens:.0f} tok/s"),
         (1, left_text),
-        (1, progress.state),
+        (0, progress.state),
     ]
     head = "" if share is None else f"{'~' * progress.is_estimated}{percent(share)}"
     for least in (5, 4, 3, 2, 1):
@@ -489,6 +516,7 @@ class Screen:
         self._next = self.clock() + min(_FIRST_LINE_SECONDS, self.interval)
         self._terminal: BarTerminal | None = None
         self._outer = _report
+        self._context = contextvars.copy_context()  # a rank of many that reports must not log the line as its own
 
     @property
     def has_bar(self) -> bool:
@@ -529,7 +557,7 @@ class Screen:
             return
         if self._terminal is None:
             self._next = now + self.interval
-            self.log(self.progress.line())
+            self._context.run(self.log, self.progress.line())
         else:
             self._next = now + TICK_SECONDS / 2
             self._terminal.draw()

@@ -59,11 +59,20 @@ def _close(file: TextIO) -> None:
     file.close()
 
 
+def _line_of_many(record: Any) -> str:
+    """The format of a line on the terminal, which names the task that logs it."""
+    rank = rank_of_many()
+    task = "" if rank is None else f"task {rank}: "
+    return _LINE.replace("<level>{message}", f"{task}<level>{{message}}") + "\n{exception}"
+
+
 @contextmanager
 def log_of_many(slot: int) -> Iterator[None]:
-    """In this block the terminal shows of several ranks what datatrove shows of one: of other slots than 0, errors."""
+    """In this block the terminal shows of several ranks what datatrove shows of one: of other slots than 0, errors.
+    Each line names its task.
+    """
     logger.remove()
-    logger.add(sys.stderr, level="INFO" if slot == 0 else "ERROR", format=_LINE)
+    logger.add(sys.stderr, level="INFO" if slot == 0 else "ERROR", format=_line_of_many)
     try:
         yield
     finally:

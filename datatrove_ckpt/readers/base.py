@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
+from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files, refuse_file_without_documents
 from datatrove_ckpt.readers.inputs import (
@@ -52,7 +53,6 @@ from datatrove_ckpt.readers.positions import (
     saved_skipped,
     start_reader,
 )
-from datatrove_ckpt.readers.shard import Skipped
 from datatrove_ckpt.redaction import check_no_secrets, check_options, refuse_variables
 
 READER_VERSION = 1

@@ -24,6 +24,7 @@ from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
 from datatrove_ckpt import retrying
+from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
@@ -41,7 +42,7 @@ from datatrove_ckpt.readers.positions import (
     job_revisions,
 )
 from datatrove_ckpt.readers.revisions import is_commit
-from datatrove_ckpt.readers.shard import Skipped, plain_settings
+from datatrove_ckpt.readers.shard import plain_settings
 from datatrove_ckpt.readers.tables import IpcReader
 
 _SHUFFLE_SEED = 42  # datatrove's

@@ -31,6 +31,7 @@ from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
@@ -38,7 +39,6 @@ from datatrove_ckpt.readers.input_errors import MAX_LINE_BYTES, naming_hub_input
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
-from datatrove_ckpt.readers.shard import Skipped
 
 _BLOCK = 2**20
 _HEAD = 2**16

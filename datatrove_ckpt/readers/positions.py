@@ -21,9 +21,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 from datatrove.data import Document
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.skipped import Skipped, SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import ReaderRecord, Skipped, SkippedLines
+from datatrove_ckpt.readers.shard import ReaderRecord
 
 # How large a rank's input is, and how much of it lies before a document: for percent and time left, nothing else.
 #

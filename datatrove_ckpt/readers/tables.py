@@ -28,13 +28,13 @@ from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt import retrying
+from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import ALL_ROWS, Adapter, FilePosition, FileRead, Row, RowShard
-from datatrove_ckpt.readers.shard import Skipped
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,8 +16,9 @@ from unittest.mock import patch
 import xxhash
 
 from datatrove_ckpt.checkpoint import clock
-from datatrove_ckpt.checkpoint.history_records import parse_history
+from datatrove_ckpt.checkpoint.history_records import parse_line
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
+from datatrove_ckpt.checkpoint.lines import whole_lines
 from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS, CrashingDisk, copy_tree, disk_in_place
 
 Attempt: TypeAlias = Callable[[Path], None]
@@ -136,8 +137,8 @@ def _state(folder: Path) -> str:
         digest.update(name.encode())
         if name.endswith(f"/{HISTORY}"):
             # Of a history only the last byte decides what the next attempt does. The numbers in it are for people.
-            records, damaged = parse_history(content)
-            content = repr((content[-1:], damaged, [record.KIND for record in records])).encode()
+            records = [parse_line(line) for line in whole_lines(content)]
+            content = repr((content[-1:], [None if record is None else record.KIND for record in records])).encode()
         digest.update(_rows(folder / name) if name.endswith(CACHE) else content)
     return str(digest.hexdigest())
 

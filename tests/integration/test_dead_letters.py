@@ -185,12 +185,12 @@ def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path
 
         line = closing(retry=False)
         assert "3 of 4 documents written to" in line
-        assert "(0 dropped, 1 dead letter); 4 requests, of which 4 were sent in this run" in line
+        assert "(0 dropped, 1 dead letter); 4 requests, 4 sent in this run" in line
         assert "If you run the same command again, it has nothing to do." in line
         for _ in range(2):
             line = closing(retry=True)
             assert "0 of 1 document written to" in line
-            assert "(0 dropped, 1 dead letter); 1 request, of which 1 was sent in this run, 0 prompt tokens" in line
+            assert "(0 dropped, 1 dead letter); 1 request, 1 sent in this run, 0 prompt tokens" in line
             assert "If you run the same command again, it tries 1 dead letter once more." in line
             assert server.asked.total() == 1
         bad.clear()

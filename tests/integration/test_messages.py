@@ -97,7 +97,8 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
         file.write("          on_document_error: dead_letter\n")
     said = command("run", "job.yaml", "--fail-on-dead-letters", code=1)
     assert [line.split(" - ")[1] for line in said.err.splitlines() if "|" in line and "SUCCESS" not in line] == [
-        "Document 'id 4' (number 1 of this rank) becomes a dead letter: AssertionError, in my_rollout.py, line 2 (f)"
+        "task 1: Document 'id 4' (number 1 of this rank) becomes a dead letter: AssertionError, in my_rollout.py, "
+        "line 2 (f)"
     ]
     assert said.err.count("SUCCESS") == said.err.count("Stats: All 3 tasks") == 1
     for rank in range(3):

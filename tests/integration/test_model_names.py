@@ -135,10 +135,10 @@ def test_a_request_that_kills_servers_names_its_model(
 ) -> None:
     complete = CompletionClient.complete
 
-    async def dies(self: CompletionClient, body: Any, way: Any) -> Any:
+    async def dies(self: CompletionClient, body: Any, way: Any, request: Any) -> Any:
         if b"Judge" in body:
             raise RequestPoisoned("three servers died of it")
-        return await complete(self, body, way)
+        return await complete(self, body, way, request)
 
     monkeypatch.setattr(CompletionClient, "complete", dies)
     runner_of_both(here, a, b).run(documents(1))

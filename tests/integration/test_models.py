@@ -41,7 +41,6 @@ from datatrove_ckpt.generation import progress
 from datatrove_ckpt.generation.generate import Drain, Requests
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
-from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
 from datatrove_ckpt.inference.servers import connect
 from datatrove_ckpt.maintenance.run_state import SCHEMA
@@ -274,7 +273,7 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
         return [one for one in read_history(history).records if isinstance(one, Progress) and one.silence.lasts]
 
     async def away(target: Any, *settings: Any) -> Any:
-        if str(judges.url) in str(target) and not (lines() and states[-1].startswith("no answer")):
+        if str(judges.url) in str(target) and not (lines() and states[-1].startswith("the server")):
             raise ExchangeFailed("no connection")
         return await get(target, *settings)
 
@@ -294,7 +293,7 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
     assert line.waiting == 1
     name = "judge" if several else ""
     assert "waiting for the server" + " of judge" * several in states
-    assert f"no answer {'from judge ' * bool(name)}for " in "".join(states)
+    assert f"the server{' of judge' * bool(name)} is unreachable" in states
     assert not states[-1]
     assert not read_history(history).attempts[-1].last.silence.seconds
 
@@ -624,13 +623,17 @@ def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch: pytest.Monke
     models = models_of({"writer": one, "judge": one})
     clients = {}
     for name, one in models.items():
-        clients[name] = client.CompletionClient(client.ModelServers(one))
+        clients[name] = client.CompletionClient(client.ModelServers(one, lambda: now[0]))
         rank.of(one).serving(clients[name])
         clients[name].stats.in_flight = 1
     now[0] += 50
-    rank.of(models["writer"]).answered(Completion("x", "stop", {}))
+    clients["writer"].stats.answers += 1
+    rank._look()
     now[0] += 20
-    assert rank.now().state == "no answer from judge for 70 s"
+    assert rank.now()[-3:] == ("no answer from judge", 70, False)
+    clients["judge"].outage.begun(True, now[0])
+    now[0] += 31
+    assert rank.now()[-3:] == ("the server of judge is unreachable", 31, True)
 
 
 # YAML -----------------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_t
 
 @pytest.mark.parametrize(("hard", "ranks", "soft"), [(1008, 1, 1008), (1300, 3, 1300), (1 << 20, 8, 2160)])
 def test_ranks_that_share_servers_have_their_connections_once(
-    monkeypatch: pytest.MonkeyPatch, hard: int, ranks: int, soft: int
+    monkeypatch: pytest.MonkeyPatch, log: list[str], hard: int, ranks: int, soft: int
 ) -> None:
     current = [256, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
@@ -185,3 +185,5 @@ def test_ranks_that_share_servers_have_their_connections_once(
     monkeypatch.setattr(open_files, "_open_now", lambda: 100)
     assert open_files.raise_limit(requests=776, servers=1, ranks=8) == ranks
     assert current == [soft, hard]
+    said = [f"WARNING The limit on open files lets only {ranks} of 8 tasks run at one time: they need 1904 open files,"]
+    assert [line.partition(" and ")[0] for line in log] == (said if ranks < 8 else [])

@@ -493,7 +493,7 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
     delivered = {"read": 10, "dead": 0, "answers": 10, "cut_off": 2, "empty": 2}
     assert found["delivered"] == found["delivered"] | delivered
     command("report", "job.yaml", "-o", "page.html")
-    assert "2 empty, of 10 answers" in (job / "page.html").read_text()
+    assert "2 of 10 answers are empty" in (job / "page.html").read_text()
 
 
 def test_an_input_without_documents_is_said(job: Path, command: Command) -> None:

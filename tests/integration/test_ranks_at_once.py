@@ -22,12 +22,15 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
+from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted, ServerStartFailed, UnexpectedExit, WorkerDied
+from datatrove_ckpt.generation import progress
+from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers import host, pool
-from datatrove_ckpt.process import rank_threads
+from datatrove_ckpt.process import rank_threads, screen
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.tasks import TaskList
@@ -129,6 +132,42 @@ def test_each_rank_has_its_own_log() -> None:
         assert f"Processing done for rank={rank}" in text
         assert re.findall(r"Reading input file (\d)", text) == [str(rank)]
         assert not [other for other in range(3) if other != rank and f"Rank {other}: " in text]
+
+
+async def warns(document: Document, generate: Any) -> Any:
+    logger.warning(f"said of {document.text}")
+    return await jobs.ask(document, generate)
+
+
+def test_an_outage_of_their_server_is_in_the_log_of_each_and_once_on_the_terminal(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+) -> None:
+    """The other lines on the terminal name their task, and the sums of the run say that they are that."""
+    monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
+    monkeypatch.setattr(client, "_SAY_AGAIN", 0.2)
+    monkeypatch.setattr(screen, "_FIRST_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_REPORT_SECONDS", 0.05)
+    policy("SERVER", first=0.01)
+    logs = [Path(f"job/logs/logs/task_{rank:05d}.log") for rank in range(2)]
+
+    def is_said() -> bool:
+        return all(path.exists() and "gives no answers" in path.read_text() for path in logs)
+
+    def status(payload: dict[str, Any], times: int) -> int | None:
+        return None if is_said() else 503
+
+    with FakeServer(status=status) as server:
+        job = executor("a,b", "c,d", at_once=2)
+        config = InferenceConfig("endpoint", "fake", endpoint_url=server.url, metric_interval=1)
+        folder = here / "job"
+        step = InferenceRunner(warns, config, jobs.writer(folder), checkpoints_local_dir=str(folder / "checkpoints"))
+        job.pipeline = [job.pipeline[0], step]
+        job.run()
+    assert " All 2 tasks, " in logs[0].read_text()
+    said = capfd.readouterr().err.splitlines()
+    assert sum("gives no answers" in line for line in said) == logs[0].read_text().count("gives no answers")
+    assert not [line for line in said if re.search(r"task \d: (The server|All 2 tasks)", line)]
+    assert [line for line in said if line.endswith(" - task 1: said of c")]
 
 
 def test_at_most_so_many_run_at_once() -> None:

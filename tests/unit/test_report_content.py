@@ -13,6 +13,7 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_log import Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY
+from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.report.gather import Prices, gather
 from datatrove_ckpt.maintenance.report.page import Page, Table
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
@@ -63,8 +64,8 @@ def run(ranks: list[RankState], **changes: Any) -> RunState:
         working_seconds=700.0,
         time_left=7200.0,
         dead_letters=Counter({"RequestRejected: 400 too long": 4, "ValueError: no": 2}),
-        attempts=8,
-        attempts_without_a_word=4,
+        number_of_attempts=8,
+        killed=4,
         started=T,
     )
     identity = {"model": "org/model", "records_per_chunk": 100, "tasks": 5}
@@ -87,35 +88,36 @@ def lines(page: Page) -> dict[str, dict[str, Any]]:
     return {chart.title: dict(chart.lines) for chart in page.charts}
 
 
-def test_every_figure_is_one_of_the_state(found: Page) -> None:
-    values = {figure.key: figure.value for figure in found.figures}
-    assert values == {
-        "totals.documents": 2407,
-        "totals.rates.documents": 4.0,
-        "totals.time_left_seconds": 7200.0,
-        "delivered.prompt_tokens + totals.unfinished.prompt_tokens": 24_000,
-        "delivered.completion_tokens + totals.unfinished.completion_tokens": 12_000,
-        "delivered.requests + totals.unfinished.requests": 2412,
-        "totals.work.cached": 100,
-        "totals.work.retries": 9,
-        "totals.work.lost_in_flight": 16,
-        "totals.attempts": 8,
-        "delivered.dead": 6,
-        "delivered.cut_off + totals.unfinished.cut_off": 0,
-        "totals.tasks": 5,
+def test_the_sums_are_those_that_status_prints(tmp_path: Path) -> None:
+    state = run([rank(tmp_path, number) for number in range(2)])
+    page = gather(state, Prices())
+    printed = list(describe(state))
+    for topic, text in page.sums[2:]:
+        assert f"  {topic:<10} {text}" in printed
+    assert {topic for topic, _ in page.sums} >= {
+        "ranks",
+        "input",
+        "documents",
+        "rate",
+        "tokens",
+        "requests",
+        "attempts",
     }
-    assert found.figures[0].note == "25.0 % of the input"
-    assert (found.state, found.model, found.where) == ("running", "org/model", "a/folder")
-    assert found.age == "The newest change was 10 s before that."
+    assert dict(page.sums)["input"].startswith("25.0 % of the input, about 2 h left, until ")
+    assert (page.state, page.model, page.where) == ("running", "org/model", "a/folder")
+    assert page.age == "Last change 10 s ago."
 
 
-def test_a_rank_has_its_numbers_and_a_straggler_says_how_slow(found: Page) -> None:
+def test_a_rank_has_its_numbers_and_is_slow_only_where_status_says_so(found: Page, tmp_path: Path) -> None:
+    """One that took longer for the same, as one that waited for its last answers, is not."""
     ranks = table(found, "Ranks")
-    assert ranks.rows[0] == ["0", "running", "600", "25.0 %", "1", "2", "3", "0", "1", ""]
-    assert [row[4] for row in ranks.rows] == ["1", "1", "0.2", "1"]
-    assert ranks.rows[2][-1] == "slow: 20.0 % of the median"
-    assert list(ranks.tones) == ["", "", "warning", ""]
-    assert "the median is 1." in ranks.note
+    assert ranks.rows[0] == ["0", "running", "600", "25.0 %", "0.857", "2", "3", "0", "1", ""]
+    assert [row[4] for row in ranks.rows] == ["0.857", "0.857", "0.171", "0.857"]
+    assert (ranks.rows[2][-1], list(ranks.tones)) == ("", [""] * 4)
+    slow = rank(tmp_path / "slow", 0)
+    slow.trouble, slow.reason = "slow", "0.2 documents/s"
+    ranks = table(gather(run([slow]), Prices()), "Ranks")
+    assert (ranks.rows[0][-1], ranks.tones) == ("0.2 documents/s", ["warning"])
 
 
 def test_what_happened_is_put_on_one_axis(found: Page) -> None:
@@ -139,7 +141,7 @@ def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> N
     page = gather(run(ranks), Prices())
     assert page.missing[0].startswith("1 of 3 ranks has no history")
     assert page.missing[1].startswith("1 damaged line of histories")
-    assert table(page, "Ranks").rows[1][2:5] == ["600", "25.0 %", ""]
+    assert table(page, "Ranks").rows[1][2:5] == ["600", "25.0 %", "0.857"]
 
 
 def test_nothing_that_ever_ran_makes_a_page(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files, layout, ledger
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
-from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent, Silence
+from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent, Silence, Wait
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.maintenance import read_state
 from datatrove_ckpt.maintenance.read_state import read_run_state
@@ -127,7 +129,7 @@ def test_attempts_before_the_last_one_that_ended_without_a_word_are_counted(tmp_
     assert [attempt.without_a_word for attempt in rank.attempts] == [True, False, True, False]
     assert rank.lost_in_flight == 4 + 9
     assert rank.downtime == (7 + 9 + 10) * MIN
-    assert (state.totals.attempts, state.totals.attempts_without_a_word) == (4, 2)
+    assert (state.totals.number_of_attempts, state.totals.killed) == (4, 2)
 
 
 def test_a_rank_that_runs_without_a_word_is_silent(tmp_path: Path, hold: Hold) -> None:
@@ -141,7 +143,9 @@ def test_a_rank_that_runs_without_a_word_is_silent(tmp_path: Path, hold: Hold) -
 
 def stuck(start_at: float, number: int) -> list[Record]:
     """Ten documents in the first minute, and none afterwards."""
-    return [start(start_at, host=HERE), *(minute(start_at + MIN * n, min(n, 1) * 10) for n in range(number + 1))]
+    quiet = (Wait(60.0 * max(0, n - 1)) for n in range(number + 1))
+    lines = (minute(start_at + MIN * n, min(n, 1) * 10, wait=wait) for n, wait in enumerate(quiet))
+    return [start(start_at, host=HERE), *lines]
 
 
 def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path: Path, hold: Hold) -> None:
@@ -159,13 +163,14 @@ def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(tmp_path: Path,
     def line(number: int) -> Record:
         errors = {"HTTP 429": 500, **({"timeout": number - 60} if number > 60 else {})}
         done = min(number, 60) * 10
-        return minute(T + MIN * number, done, own=work(done, errors=errors))
+        quiet = Wait(max(0.0, number - 60) * MIN)
+        return minute(T + MIN * number, done, own=work(done, errors=errors), wait=quiet)
 
     hold(write_rank(tmp_path, history=[start(T, host=HERE), *map(line, range(241))]))
     rank = read_one(tmp_path, T + 240 * MIN)
     assert rank.trouble == "stuck"
     assert rank.reason == (
-        "no answer and no document for 3 h: 4 requests in flight, 2 waiting; errors since then: 180 timeout"
+        "no answer and no document for 3 h: 4 requests in flight, 2 waiting; errors in the last 5 min: 5 timeout"
     )
 
 
@@ -184,10 +189,11 @@ def test_a_stuck_rank_tells_what_its_server_does(tmp_path: Path, hold: Hold) -> 
     assert starting == "no answer and no document for 10 min: its server is starting again since 8 min"
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(29.0, None), (30.0, "30 s"), (215.0, "4 min"), (590.0, "10 min")])
+@pytest.mark.parametrize(("seconds", "said"), [(28.0, None), (30.0, "31 s"), (215.0, "4.1 min"), (590.0, "10 min")])
 def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time_left(
     tmp_path: Path, hold: Hold, seconds: float, said: str | None
 ) -> None:
+    """One outage has one reason, however many ranks it has met, and whenever they wrote their last lines."""
     for number in range(2):  # they have lost the server at nearly the same time
         silence = Silence(seconds + number, 600.0, True)
         lines = [*minutes(T, 3, 60, 3600), minute(T + 3 * MIN + 10, 180, 3600, silence=silence)]
@@ -197,10 +203,22 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
     state = read(tmp_path, T + 3 * MIN + 10 + (30 if seconds > 30 else 0))
     ends = "the server is unreachable; stops at 600 s (server_patience_seconds)"
     reason = f"no answer for {said}: {ends}" if said else ""
-    assert {(rank.trouble, rank.reason) for rank in state.ranks[:1]} == {("stuck" if said else None, reason)}
-    assert state.ranks[1].reason in (reason, f"no answer for 30 s: {ends}")
+    assert {(rank.trouble, rank.reason) for rank in state.ranks[:2]} == {("stuck" if said else None, reason)}
+    assert sum("no answer for" in line for line in describe(state)) == bool(said)
     assert bool(state.totals.rates.documents) == bool(state.totals.time_left) == (said is None)
     assert (state.totals.in_flight, state.totals.waiting) == (8, 4)
+
+
+def test_servers_that_went_at_different_times_are_two_outages(tmp_path: Path, hold: Hold) -> None:
+    for number, seconds in enumerate((400.0, 60.0, 370.0)):
+        silence = Silence(seconds, 600.0, False)
+        lines = [*minutes(T, 3, 60, 3600), minute(T + 3 * MIN + 10, 180, 3600, silence=silence)]
+        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *lines]))
+    said = [line for line in describe(read(tmp_path, T + 3 * MIN + 10)) if "no answer for" in line]
+    assert [line.partition(": the server gives")[0] for line in said] == [
+        "  ranks 0, 2: stuck: no answer for 6.7 min",
+        "  rank 1: stuck: no answer for 60 s",
+    ]
 
 
 def test_the_model_whose_servers_give_no_answer_is_named(tmp_path: Path, hold: Hold) -> None:
@@ -211,6 +229,55 @@ def test_the_model_whose_servers_give_no_answer_is_named(tmp_path: Path, hold: H
     hold(write_rank(tmp_path, history=[start(T, host=HERE), *lines]))
     (rank,) = read(tmp_path, T + 3 * MIN + 10).ranks
     assert rank.reason.startswith("no answer for 60 s: the server of judge gives no answers; stops at 600 s")
+
+
+def topic(state: RunState, label: str) -> str:
+    """What ``status`` says of a topic; "" if nothing."""
+    return next((line[13:] for line in describe(state) if line.startswith(f"  {label:<10} ")), "")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(
+    tmp_path: Path, hold: Hold, killed: bool
+) -> None:
+    history: list[Record] = [start(T), minute(T, 0), minute(T + MIN, 10)]
+    history += [] if killed else [stopped(T + MIN)]
+    history += [start(T + 2 * MIN, 2, host=HERE), minute(T + 2 * MIN, 10, attempt=2, own=work(0))]
+    hold(write_rank(tmp_path, history=history, chunks=4, attempts=2))
+    said = topic(read(tmp_path, T + 3 * MIN), "requests")
+    at_least = "at least " if killed else ""
+    assert said == f"80 of documents that are done; {at_least}80 sent, 0 answered from cache"
+
+
+def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_document(
+    tmp_path: Path, hold: Hold
+) -> None:
+    wait = Wait(50.0, 70.0, "book 7", all_started=True)
+    lines = [*minutes(T, 5, 60, 300), minute(T + 6 * MIN, 299, 300, in_flight=1, waiting=0, wait=wait)]
+    hold(write_rank(tmp_path, 3, [start(T, host=HERE), *lines], tasks=4))
+    for number in (0, 1, 2):
+        history = [start(T), *minutes(T, 1, 300, 300), done(T + MIN)]
+        write_rank(tmp_path, number, history, chunks=1, per_chunk=300, finished=True, tasks=4)
+    state = read(tmp_path, T + 6 * MIN + 20)
+    assert state.totals.time_left is None
+    assert state.ranks[3].rates.documents > 0
+    assert topic(state, "in flight") == "1, 0 waiting as of 20 s ago; the oldest for 70 s: rank 3 (document book 7)"
+    assert state.troubled == [], "it is not slow"
+
+
+def test_requests_that_were_lost_are_no_promise_once_the_run_is_finished(tmp_path: Path) -> None:
+    last = minute(T + MIN, 10)
+    last.total = work(10, resent=2, retries=1)
+    write_rank(tmp_path, history=[start(T), minute(T, 0), last, done(T + MIN)], chunks=1, finished=True)
+    said = topic(read(tmp_path, T + 2 * MIN), "wasted")
+    assert said == "1 sent again after an error, 2 lost when their server died or the run stopped"
+
+
+def test_skipped_lines_are_summed(tmp_path: Path) -> None:
+    for number in range(2):
+        lines = [minute(T, 0), minute(T + MIN, 10, skipped=SkippedLines(2, number)), done(T + MIN)]
+        write_rank(tmp_path, number, [start(T), *lines], chunks=1, finished=True)
+    assert topic(read(tmp_path, T + 2 * MIN), "skipped") == "4 damaged lines and 1 row without text"
 
 
 def crashes(number: int, gained: int = 0) -> list[Record]:
@@ -246,12 +313,13 @@ def test_a_looping_rank_tells_its_last_error(tmp_path: Path, hold: Hold) -> None
 
 
 def test_a_rank_whose_servers_are_started_again_and_again_is_restarting(tmp_path: Path, hold: Hold) -> None:
-    lines = [minute(T + n * MIN, 60 * n, own=work(60 * n, restarts=3 * n)) for n in range(21)]
+    lines = [minute(T + n * MIN, 60 * n) for n in range(21)]
+    restarts = [ServerEvent(at=T + n * MIN, attempt=1, what="restart", name="0") for n in (1, 11, 12, 14, 16, 18)]
     death = ServerEvent(at=T + 19 * MIN, attempt=1, what="death", name="0", why="exit code 137")
-    hold(write_rank(tmp_path, history=[start(T, host=HERE), *lines, death]))
+    hold(write_rank(tmp_path, history=[start(T, host=HERE), *lines, *restarts, death]))
     rank = read_one(tmp_path, T + 20 * MIN)
     assert rank.trouble == "restarting"
-    assert rank.reason == "its servers were started again 30 times in 10 min; one died of: exit code 137"
+    assert rank.reason == "its servers were started again 5 times in 10 min; one died of: exit code 137"
 
 
 @pytest.mark.parametrize(("ran", "slow"), [(4, []), (6, [4])])
@@ -336,7 +404,7 @@ def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
     assert totals.average.documents == pytest.approx(216 / (11 * MIN))
     assert totals.started == T
     assert totals.work.requests == (100 + 60 + 60) * 2
-    assert (totals.in_flight, totals.attempts) == (8, 3)
+    assert (totals.in_flight, totals.number_of_attempts) == (8, 3)
     assert state.newest == T + 11 * MIN
 
 

@@ -144,9 +144,36 @@ def test_a_line_has_everything(clock: Clock) -> None:
     clock.now += 10
     progress.update(0, rank(50, 50)._replace(state="waits for the server"))
     assert progress.line() == (
-        "about 50.0 % of the input, 150 documents done, 50 of them in this run, 1 of 3 tasks, 100 requests, "
-        "5.0 doc/s, 10.0 req/s, 50 tok/s, 30 s left, waits for the server"
+        "All 3 tasks, 1 of them complete: about 50.0 % of the input, 150 documents done, 50 of them in this run, "
+        "100 requests, 5.0 doc/s, 10.0 req/s, 50 tok/s, 30 s left, waits for the server"
     )
+
+
+def test_an_outage_is_in_the_bar_though_other_ranks_say_something_else_and_it_has_no_time_left(clock: Clock) -> None:
+    progress = RunProgress(ranks=2, clock=clock)
+    progress.update(0, rank(0, 0))
+    clock.now += 10
+    progress.update(0, rank(96, 96))
+    assert bar(progress, 140).endswith("10.8 s left")
+    for seconds in (40.0, 41.0):
+        clock.now += seconds
+        progress.update(0, rank(96, 96)._replace(state="the server is unreachable", seconds=seconds, is_outage=True))
+        progress.update(1, rank(0, 0)._replace(state=WAITING))
+        for columns in (60, 140):
+            assert bar(progress, columns).endswith(f", the server is unreachable for {seconds:g} s")
+    assert " left" not in progress.line()
+
+
+def test_nothing_is_left_to_be_said_of_the_time_once_nothing_has_come_for_longer(clock: Clock) -> None:
+    progress = RunProgress(clock=clock)
+    progress.update(0, rank(0, 0))
+    clock.now += 98
+    progress.update(0, rank(98, 98))
+    assert progress.seconds_left == pytest.approx(2)
+    clock.now += 60
+    progress.update(0, rank(98, 98)._replace(state="no answer", seconds=60.0))
+    assert progress.seconds_left is None
+    assert progress.line().endswith(", no answer for 60 s")
 
 
 def test_a_rank_that_reads_nothing_yet_has_not_begun(clock: Clock) -> None:

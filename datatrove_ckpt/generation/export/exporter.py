@@ -148,12 +148,12 @@ class Exports:
 # It is a process of its own, because libraries that talk to a network may hang, crash, print, start threads and change
 # signal handlers. Nothing of that may reach a rank.
 #
-# It reads the histories of all ranks in a folder of checkpoints, so one is enough: it holds ``tracking.lock`` in that
+# It reads all ranks in a folder of checkpoints, so one is enough: it holds ``tracking.lock`` in that
 # folder. The other processes with ranks look again and again whether the lock is free. So no reader works before the
 # last one has ended, and none outlives the process that has started it by more than some seconds.
 #
 #     its standard input     the job, as JSON in a line. Then a number in a line for each flush that all is sent now
-#     its standard output    after each look at the histories, the last number, and what could not be sent
+#     its standard output    after each look at the run, the last number, and what could not be sent
 
 
 _LOOK_SECONDS = 30.0  # between two looks at the lock

@@ -46,6 +46,7 @@ A wait that a server asks for (Retry-After) ends with the patience, too.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import time
 from collections import Counter
@@ -69,6 +70,7 @@ from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completio
 from datatrove_ckpt.inference.client.body import AnyBody
 from datatrove_ckpt.inference.client.routing import (
     FIRST_LIMIT,
+    Attempt,
     AttemptLost,
     HealthProbe,
     MustDivide,
@@ -154,6 +156,9 @@ class Outage:
         self.answers = 0
         self.unreachable = False
         self._said = f"{model}: " if model else ""
+        # The outage is that of the servers, so its lines belong to all ranks that share them, and not to the rank
+        # whose request fails first.
+        self._context = contextvars.copy_context()
         self._since: float | None = None
         self._said_at: float | None = None
 
@@ -162,7 +167,7 @@ class Outage:
         self.answers += 1
         if self._since is not None:
             if self._said_at is not None:
-                logger.info(f"{self._said}Requests are answered again, after {self.seconds:.0f} s.")
+                self._log("INFO", f"Requests are answered again, after {self.seconds:.0f} s.")
             self._since = self._said_at = None
 
     def begun(self, unreachable: bool, since: float) -> None:
@@ -196,8 +201,10 @@ class Outage:
         """Logs that the run waits, if it is time for that."""
         if self._since is not None and self.next_line() <= 0:
             self._said_at = self.clock()
-            line = waiting(str(failure), failure.unreachable, self.seconds, self.patience)
-            logger.warning(f"{self._said}{line}")
+            self._log("WARNING", waiting(str(failure), failure.unreachable, self.seconds, self.patience))
+
+    def _log(self, level: str, line: str) -> None:
+        self._context.run(logger.log, level, f"{self._said}{line}")
 
     def next_line(self) -> float:
         """Seconds until the next line is due; infinite while requests are answered."""
@@ -405,6 +412,11 @@ class CompletionClient:
     def leave(self) -> None:
         """The rank sends nothing more."""
         self._router.senders.remove(self.sender)
+
+    @property
+    def oldest(self) -> Attempt | None:
+        """The attempt of the rank that is under way for the longest time."""
+        return self._router.oldest_of(self.sender)
 
     @property
     def waiting(self) -> int:

@@ -101,6 +101,7 @@ class Request:
 
     Args:
         sender: the rank that sends it; None: a new one.
+        document: the id of the document that it is for.
 
     Attributes:
         deaths: the deaths of servers at which it was in flight.
@@ -110,10 +111,11 @@ class Request:
         is_shared: by several texts. It is divided before it is given up.
     """
 
-    __slots__ = ("age", "deaths", "is_shared", "sender", "without_reason", "without_reason_since")
+    __slots__ = ("age", "deaths", "document", "is_shared", "sender", "without_reason", "without_reason_since")
 
-    def __init__(self, sender: Sender | None = None) -> None:
+    def __init__(self, sender: Sender | None = None, document: str = "") -> None:
         self.sender = sender or Sender()
+        self.document = document
         self.is_shared = False
         self.deaths: list[Death] = []
         self.age = 0.0
@@ -122,7 +124,7 @@ class Request:
 
     def copy(self) -> Request:
         """One that has been in flight at the same deaths."""
-        other = Request(self.sender)
+        other = Request(self.sender, self.document)
         other.deaths, other.age = list(self.deaths), self.age
         return other
 
@@ -343,6 +345,12 @@ class Router:
             return self.waiting
         waiting = [request for _, _, request, _ in self._waiting] + self._quarantine.requests()
         return sum(request.sender is sender for request in waiting)
+
+    def oldest_of(self, sender: Sender) -> Attempt | None:
+        """The oldest attempt of a rank that is under way; None if there is none."""
+        attempts = [attempt for target in self.targets for attempt in target.attempts]
+        own = (attempt for attempt in attempts if attempt.request.sender is sender)
+        return min(own, key=lambda attempt: attempt.started_at, default=None)
 
     @property
     def capacity(self) -> int:

@@ -66,7 +66,8 @@ class ServerHost:
         """
         one = self._running.get(config.name)
         if one is None:
-            one = _Running(ModelServers(config), asyncio.get_running_loop().create_future())
+            model_servers = self._context.copy().run(ModelServers, config)
+            one = _Running(model_servers, asyncio.get_running_loop().create_future())
             self._running[config.name] = one
             serve = self._serve(one, configs, rank, on_outage)  # begins once this rank has joined below
             one.serving = asyncio.create_task(serve, context=self._context.copy())

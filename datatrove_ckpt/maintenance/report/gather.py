@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import numpy as np
 import orjson
@@ -26,13 +24,12 @@ from datatrove_ckpt.maintenance.report.histories import (
     together,
 )
 from datatrove_ckpt.maintenance.report.page import Chart, Figure, Page, Table, Tone, clock
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
 
 _PROGRESS_LINES = 30_000
 """Lines about progress to read in sum. More of them would cost seconds, and no screen could show them."""
 _LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
-_SLOW = 0.5  # of the median
-_LEAST_RANKS = 3  # of fewer there is no median worth the name
 _MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
 
@@ -82,8 +79,8 @@ def gather(run: RunState, prices: Prices) -> Page:
         tone=_TONES.get(state, "warning"),
         made_at=run.read_at,
         version=__version__,
-        age=_age(run),
-        figures=list(figures(run)),
+        age=f"{age(run).capitalize()}.",
+        sums=[("ranks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
         costs=list(costs(run, prices, sum(one.starting or 0.0 for one in found))),
         charts=list(_charts(ranks, found, run.read_at)),
         tables=[table for table in _tables(run, ranks, found) if table.rows],
@@ -99,13 +96,6 @@ def _overall(run: RunState) -> str:
     return next((state for state in order if run.totals.states[state]), "unfinished")
 
 
-def _age(run: RunState) -> str:
-    source = "This is its mirror. " if run.is_copy else ""
-    if run.newest is None or run.read_at - run.newest < 1:
-        return source.rstrip()
-    return f"{source}The newest change was {duration(run.read_at - run.newest)} before that."
-
-
 def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
     if without := sum(not one.log.attempts for one in ranks):
         have = "has" if without == 1 else "have"
@@ -117,82 +107,6 @@ def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
         yield f"{plural(damaged, 'damaged line')} of histories could not be read and was left out."
     if not run.totals.exact:
         yield "Documents of chunks that are not committed are as of the last line of each history."
-
-
-# figures: each is one that ``status --json`` has, too, and its key is its path there, or the sum of two --------------
-
-
-def figures(run: RunState) -> Iterator[Figure]:
-    """The figures of a run with its retries of dead letters, as ``status`` has them: each document counts once."""
-    totals = run.together
-    work, done, runs = totals.work, totals.done, bool(totals.states["running"])
-
-    def summed(key: str) -> str:
-        return f"totals.{key} + retried.{key}" if run.retries else f"totals.{key}"
-
-    share = totals.position.share
-    note = "of an input of unknown size" if share is None else f"{percent(share)} of the input"
-    note += ", estimated" if share is not None and totals.total_is_estimated else ""
-    yield Figure("totals.documents", "Documents", totals.documents, figure(totals.documents), note)
-    yield _rate(totals, runs)
-    yield _time(run, runs)
-    for key, label in (("prompt_tokens", "Prompt tokens"), ("completion_tokens", "Completion tokens")):
-        number = getattr(done, key)
-        now = getattr(totals.rates if runs else totals.average, key)
-        yield Figure(_both(key), label, number, short(number), f"{short(now)} per second")
-    note = f"{done.requests / totals.documents:.2f} per document" if totals.documents else ""
-    yield Figure(_both("requests"), "Requests", done.requests, short(done.requests), note)
-    note = f"{percent(work.cached / done.requests) if done.requests else '0 %'} of all answers"
-    yield Figure(summed("work.cached"), "From the cache", work.cached, short(work.cached), note)
-    note, tone = plural(work.restarts, "server restart"), _warning(work.restarts)
-    yield Figure(summed("work.retries"), "Retries", work.retries, short(work.retries), note, tone)
-    text, note = short(done.cut_off), f"{short(done.empty)} empty, of {short(done.answers)} answers"
-    if done.read and not done.answers:  # an earlier release did not note it
-        text, note = "not known", ""
-    yield Figure(_both("cut_off"), "Cut-off answers", done.cut_off, text, note, _warning(done.cut_off + done.empty))
-    lost, silent = totals.lost_in_flight, totals.attempts_without_a_word
-    text, note = short(lost), "in flight at the last lines of attempts that were killed"
-    yield Figure(summed("work.lost_in_flight"), "Sent again", lost, "not known" if silent and not lost else text, note)
-    note = f"{silent or 'none'} {NO_WORD}"
-    yield Figure(summed("attempts"), "Attempts", totals.attempts, figure(totals.attempts), note, _warning(silent))
-    dead, causes = totals.counts.dead, len(run.causes)
-    note = "every document was processed" if not dead else plural(causes, "cause") if causes else "causes not known"
-    note += f"; {figure(run.retried.counts.written)} written by retries" if run.retries else ""
-    yield Figure("delivered.dead", "Dead letters", dead, figure(dead), note, _warning(dead))
-    parts = [f"{count} {state}" for state, count in run.totals.states.most_common()]
-    parts += [f"{totals.not_started} not started"] if totals.not_started else []
-    tone = "critical" if any(run.totals.states[state] for state in ("failed", "damaged", "lost")) else ""
-    number = max(run.tasks, len(run.ranks))
-    yield Figure("totals.tasks", "Ranks", run.tasks or None, figure(number), ", ".join(parts), tone)
-
-
-def _warning(number: int) -> Tone:
-    return "warning" if number else ""
-
-
-def _both(key: str) -> str:
-    """Of documents that are done, committed or not. That is exact, however many attempts were killed."""
-    return f"delivered.{key} + totals.unfinished.{key}"
-
-
-def _rate(totals: Totals, runs: bool) -> Figure:
-    now, average = round(totals.rates.documents, 6), round(totals.average.documents, 6)
-    if runs:
-        note = f"documents/s; average {short(average)}"
-        return Figure("totals.rates.documents", "Rate now", now, short(now), note)
-    return Figure("totals.average.documents", "Average rate", average, short(average), "documents per second")
-
-
-def _time(run: RunState, runs: bool) -> Figure:
-    totals = run.totals
-    if totals.time_left is not None and runs:
-        ready = datetime.fromtimestamp(run.read_at + totals.time_left, UTC)
-        when = f"until {ready:%b} {ready.day}, {ready:%H:%M} UTC"
-        left = round(totals.time_left, 3)
-        return Figure("totals.time_left_seconds", "Time left", left, duration(totals.time_left), when)
-    worked = round(totals.working_seconds, 3)
-    since = "" if totals.started is None else f"since {datetime.fromtimestamp(totals.started, UTC):%Y-%m-%d %H:%M} UTC"
-    return Figure("totals.working_seconds", "Time worked", worked, duration(worked), since)
 
 
 def costs(run: RunState, prices: Prices, wasted_seconds: float) -> Iterator[Figure]:
@@ -207,7 +121,7 @@ def costs(run: RunState, prices: Prices, wasted_seconds: float) -> Iterator[Figu
         hours = sum(rank.seconds for rank in (*run.ranks, *run.retries)) * gpus / 3600
         total += hours * prices.gpu_hour
         with_gpus = f"{plural(len(run.ranks), 'rank')} with {plural(gpus, 'GPU')} each"
-        yield Figure("", "GPU hours", hours, short(hours), with_gpus)
+        yield Figure("GPU hours", hours, short(hours), with_gpus)
         amounts.append(("Cost of GPUs", total, f"at {money(prices.gpu_hour)} per GPU hour"))
         lost = wasted_seconds * gpus / 3600 * prices.gpu_hour
         amounts.append(("Lost to interruptions", lost, f"{duration(wasted_seconds)} of starting again"))
@@ -220,7 +134,7 @@ def costs(run: RunState, prices: Prices, wasted_seconds: float) -> Iterator[Figu
     if amounts:
         done = run.totals.documents
         amounts.append(("Cost", total, f"{money(total / done * 1e6)} per million documents" if done else ""))
-    yield from (Figure("", label, amount, money(amount), note) for label, amount, note in amounts)
+    yield from (Figure(label, amount, money(amount), note) for label, amount, note in amounts)
 
 
 def _tokens(run: RunState, kind: str) -> int:
@@ -334,20 +248,18 @@ def _limit(buckets: Buckets, number: float) -> float:
 
 
 def _ranks(ranks: Sequence[_Rank]) -> Table:
-    rates = [one.log.rate for one in ranks if one.log.rate is not None]
-    median = statistics.median(rates) if len(rates) >= _LEAST_RANKS else 0.0
     rows, tones = [], list[Tone]()
     for one in ranks:
-        state, rate, share = one.state, one.log.rate, one.state.position.share
+        state, share = one.state, one.state.position.share
         share = 1.0 if state.state == "finished" else share
-        is_slow = state.trouble == "slow" or (rate is not None and one.state.is_measured and rate < _SLOW * median)
-        reason = state.reason
-        if is_slow and not reason and rate is not None:
-            reason = f"slow: {percent(rate / median)} of the median"
-        tones.append("critical" if _TONES.get(state.state) == "critical" else "warning" if is_slow else "")
-        done, pace = "" if share is None else percent(share), "" if rate is None else figure(rate)
+        tone = _TONES.get(state.state, "")
+        if tone != "critical":
+            tone = "warning" if state.trouble == "slow" else ""
+        tones.append(tone)
+        done = "" if share is None else percent(share)
+        pace = figure(state.documents / state.seconds) if state.seconds else ""
         numbers = (state.number_of_attempts, state.chunks, state.unfinished_chunks, state.counts.dead)
-        rows.append([one.key, state.state, figure(state.documents), done, pace, *map(figure, numbers), reason])
-    note = "Documents per second while the rank worked" + (f"; the median is {figure(median)}." if median else ".")
+        rows.append([one.key, state.state, figure(state.documents), done, pace, *map(figure, numbers), state.reason])
+    note = "Documents per second of all attempts together."
     columns = ("rank", "state", "documents#", "done#", "per second#", "attempts#", "chunks#", "in work#", "dead#", "")
     return Table("Ranks", columns, rows, note, tones)

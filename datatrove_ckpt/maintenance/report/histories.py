@@ -76,13 +76,6 @@ class RankLog:
     attempts: list[AttemptLog] = field(default_factory=list)
     damaged: int = 0
 
-    @property
-    def rate(self) -> float | None:
-        """Documents per second while servers were ready, in all attempts."""
-        last = next((attempt.minutes[-1] for attempt in reversed(self.attempts) if attempt.minutes), None)
-        seconds = 0.0 if last is None else last.seconds.inference or last.seconds.total
-        return last.documents.read / seconds if last is not None and seconds > 0 else None
-
 
 def read_log(path: Path, most: int) -> RankLog:
     """Reads a history. What cannot be read, or is no file, has no attempts: ``status`` says what is damaged.

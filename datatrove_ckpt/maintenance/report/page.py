@@ -29,21 +29,18 @@ Value: TypeAlias = str | float | None
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the summary.
+    """One number of the costs.
 
     Attributes:
-        key: its name in ``status --json``; "" if it is not there.
-        value: the exact number; None: not known.
+        value: the exact number.
         text: as people read it.
         note: a few words below it.
     """
 
-    key: str
     label: str
-    value: float | None
+    value: float
     text: str
     note: str = ""
-    tone: Tone = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,8 @@ class Page:
         where: the checkpoint folder or mirror, as it was given.
         model: its name; "" if unknown.
         made_at: Unix seconds at which the state was read.
-        age: what the reader must know about how old it is; "" if it is of now.
+        age: how old it is.
+        sums: what ``status`` says of each topic.
         missing: what could not be shown, and why.
     """
 
@@ -98,7 +96,7 @@ class Page:
     made_at: float
     version: str
     age: str = ""
-    figures: Sequence[Figure] = ()
+    sums: Sequence[tuple[str, str]] = ()
     costs: Sequence[Figure] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
@@ -107,14 +105,15 @@ class Page:
     def html(self) -> str:
         """The page as text, to be written as UTF-8."""
         as_of = f", as of {clock(self.made_at)}"
-        groups = [each for each in (self.figures, self.costs) if each]
+        topics = (element("div", element("dt", topic), element("dd", text)) for topic, text in self.sums)
         parts = {
             "title": escaped(f"{self.model or 'run'}: {self.state}, {shortened(self.where, 80)}"),
             "name": name(self.model or self.where),
             "state": element("span", self.state, class_=f"pill {self.tone}"),
             "about": element("p", name(self.where, 400), f"{as_of}. {self.age}"),
             "notes": joined(element("p", line, class_="note") for line in self.missing),
-            "figures": joined(element("dl", *map(_figure, each), class_="figures") for each in groups),
+            "sums": element("dl", *topics, class_="sums"),
+            "figures": element("dl", *map(_figure, self.costs), class_="figures") if self.costs else "",
             "sections": joined([*map(_chart, self.charts), *map(_table, self.tables)]),
             "footer": escaped(f"Written by datatrove-ckpt {self.version}{as_of}."),
         }
@@ -123,9 +122,7 @@ class Page:
 
 
 def _figure(one: Figure) -> Markup:
-    exact = None if one.value is None else repr(one.value)
-    kind = f"value {one.tone}".strip()
-    text = element("dd", one.text, class_=kind, data_figure=one.key or None, data_value=exact)
+    text = element("dd", one.text, class_="value", data_value=repr(one.value))
     remark = element("dd", one.note, class_="remark") if one.note else ""
     return element("div", element("dt", one.label), text, remark, class_="figure")
 

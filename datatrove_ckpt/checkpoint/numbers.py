@@ -1,0 +1,84 @@
+"""RunNumbers: what a rank, or a run, has done over all attempts. Every place that shows such numbers reads this record.
+
+It is made of what lies on the disk (``ledger``): documents from commits and journals, and requests from the history.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts
+from datatrove_ckpt.checkpoint.history_records import WorkCounts
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
+
+_ADDED = (
+    "chunks",
+    "files",
+    "unfinished_chunks",
+    "lost_in_flight",
+    "number_of_attempts",
+    "killed",
+    "in_flight",
+    "waiting",
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunNumbers:
+    """The numbers of a rank, or the sums over several ranks.
+
+    Attributes:
+        counts, chunks, files: what is committed.
+        unfinished: the documents in journals of chunks that are not committed, by ``unfinished_chunks``.
+        exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
+        work: what all attempts did, as of the last line of the history.
+        lost_in_flight: requests in flight when an attempt ended without a word, as of its last line: they are sent
+            again, and their answers may have been paid for.
+        number_of_attempts: all of them.
+        killed: of these, those that ended without a word.
+        in_flight, waiting: requests at the last line, while it runs.
+        skipped: lines of the input that were no documents.
+        dead_letters: by cause; no more than were read.
+    """
+
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    unfinished: DocumentCounts = field(default_factory=DocumentCounts)
+    chunks: int = 0
+    files: int = 0
+    unfinished_chunks: int = 0
+    exact: bool = True
+    work: WorkCounts = field(default_factory=WorkCounts)
+    lost_in_flight: int = 0
+    number_of_attempts: int = 0
+    killed: int = 0
+    in_flight: int = 0
+    waiting: int = 0
+    skipped: SkippedLines = field(default_factory=SkippedLines)
+    dead_letters: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def work_is_at_least(self) -> bool:
+        """Whether a kill has left it uncertain how much was sent."""
+        return self.killed > 0
+
+    @property
+    def documents(self) -> int:
+        """Documents that are done, committed or not."""
+        return self.counts.read + self.unfinished.read
+
+    @property
+    def done(self) -> DocumentCounts:
+        """The same by outcome, with their requests, tokens and answers."""
+        return sum_counts((self.counts, self.unfinished))
+
+    def add(self, other: RunNumbers) -> None:
+        """Adds the numbers of others."""
+        self.counts.add(other.counts)
+        self.unfinished.add(other.unfinished)
+        self.work = self.work.plus(other.work)
+        self.dead_letters.update(other.dead_letters)
+        self.exact = self.exact and other.exact
+        self.skipped += other.skipped
+        for name in _ADDED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -352,6 +352,7 @@ def _run_rank(make_executor: Callable[[], LocalPipelineExecutor], slot: int, fol
     """Runs one rank, which starts in this folder: a step of another rank may have changed it."""
     os.chdir(folder)
     executor = make_executor()
+    executor.logging_dir = _own_listings(executor.logging_dir)
     if executor.is_rank_completed(rank):  # by a worker that died just afterwards
         return _saved_stats(executor.logging_dir, rank)
     try:
@@ -362,6 +363,15 @@ def _run_rank(make_executor: Callable[[], LocalPipelineExecutor], slot: int, fol
         raise UnexpectedExit(
             f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
         ) from exit
+
+
+def _own_listings(folder: DataFolder) -> DataFolder:
+    """The same folder over a file system of its own, if it is remote: fsspec keeps listings, and not for threads."""
+    if folder.is_local():
+        return folder
+    shared = folder.fs
+    own = type(shared)(*shared.storage_args, skip_instance_cache=True, **shared.storage_options)
+    return DataFolder(folder.path, fs=own)
 
 
 def _close_servers() -> None:

@@ -20,7 +20,6 @@ from contextlib import chdir, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +157,13 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if complete:
             logger.info(f"{complete} of {plural_is(len(local), 'task')} complete already.")
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
-        numbers = count(complete + 1)
 
         def done(rank: int, result: PipelineStats) -> None:
-            nonlocal stats
+            nonlocal stats, complete
             stats += result
+            complete += 1
             if screen is None:
-                logger.info(f"{next(numbers)} of {plural(self.world_size, 'task')} completed.")
+                logger.info(f"{complete} of {plural(self.world_size, 'task')} completed.")
             else:  # it counts them
                 screen.complete(rank)
 
@@ -366,7 +365,9 @@ def _run_rank(make_executor: Callable[[], LocalPipelineExecutor], slot: int, fol
 
 
 def _own_listings(folder: DataFolder) -> DataFolder:
-    """The same folder over a file system of its own, if it is remote: fsspec keeps listings, and not for threads."""
+    """Returns the same folder. A remote one gets a file system of its own: fsspec keeps listings, which threads must
+    not share.
+    """
     if folder.is_local():
         return folder
     shared = folder.fs

@@ -64,7 +64,8 @@ class HistoryLog:
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self._attempt = attempt
-        self.earlier, self.position = WorkCounts(), InputPosition()
+        self.earlier = WorkCounts()
+        self.position = InputPosition()
         self.skipped = SkippedLines()
         content = self._read()
         whole = content.rfind(b"\n") + 1
@@ -73,7 +74,8 @@ class HistoryLog:
         for line in reversed(content[:whole].splitlines(keepends=True)):
             record = parse_line(line) if is_progress_line(line) else None
             if isinstance(record, Progress):
-                self.earlier, self.position = record.total, record.position
+                self.earlier = record.total
+                self.position = record.position
                 self.skipped = record.skipped
                 break
         self._file = files.AppendFile(path)

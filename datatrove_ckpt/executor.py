@@ -198,6 +198,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             error.add_note(f"The traceback is in the log of task {rank}: {log}")
             raise
 
+    def is_rank_completed(self, rank: int) -> bool:
+        try:
+            return bool(super().is_rank_completed(rank))
+        except KeyError:  # by huggingface_hub, if the folder of a bucket appears while it is looked for
+            return False  # a rank that was complete nevertheless finds that in its checkpoint
+
     def get_incomplete_ranks(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """As datatrove's, from a new listing: other processes write there, and fsspec keeps listings."""
         for name in ("completions/00000", "stats/00000.json"):  # of the parents of a path

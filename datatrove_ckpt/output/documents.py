@@ -209,10 +209,29 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
 
 def has_nan(value: object) -> bool:
     """Whether a null may stand for NaN or infinity. Looks at no text: it is most of a document."""
+    values: Collection[object]
     if type(value) is dict:
-        return _any_nan(value.values())
-    if type(value) is list:
-        return _any_nan(value)
+        values = value.values()
+    elif type(value) is list:
+        if _NEVER_NAN.issuperset(map(type, value)):  # such as thousands of token ids
+            return False
+        values = value
+    else:
+        return _has_other_nan(value)
+    for one in values:
+        kind = type(one)
+        if kind in _NEVER_NAN:
+            continue
+        if kind is float:
+            if one - one != 0:
+                return True
+        elif has_nan(one):
+            return True
+    return False
+
+
+def _has_other_nan(value: object) -> bool:
+    """Whether ``has_nan`` is true of a value that is neither a dict nor a list of JSON."""
     if type(value) not in RESULTS:
         value = as_plain(value)
     if isinstance(value, InferenceResult | Media):
@@ -220,21 +239,8 @@ def has_nan(value: object) -> bool:
     if isinstance(value, float | complex):
         return value - value != 0
     if isinstance(value, dict):
-        return _any_nan(value.values())
-    return isinstance(value, _MANY) and _any_nan(value)
-
-
-def _any_nan(values: Collection[object]) -> bool:
-    """Whether ``has_nan`` is true of one of them."""
-    if _NEVER_NAN.issuperset(map(type, values)):
-        return False
-    for value in values:
-        if type(value) is float:
-            if value - value != 0:
-                return True
-        elif type(value) not in _NEVER_NAN and has_nan(value):
-            return True
-    return False
+        return has_nan(list(value.values()))
+    return isinstance(value, _MANY) and has_nan(list(value))
 
 
 def trim(data: bytes) -> bytes:

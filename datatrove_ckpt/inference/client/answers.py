@@ -258,7 +258,8 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
         raise RetryableError("the answer has no choices")
     if len(choices) == 1:
         completion = _choice(choices[0], usage, read, redact)
-        completion.choices = [_as_choice(completion)] if completion.refusal else []
+        if completion.refusal:
+            completion.choices = [_as_choice(completion)]
     else:
         if not all(isinstance(one, dict) and type(one.get("index")) is int for one in choices):
             raise RetryableError("one of the answer's choices is none, or has no index")
@@ -291,19 +292,24 @@ def _choice(
     if choice.get("error"):
         _refuse_error("the answer's choice", choice["error"], redact)
     text, reasoning, tool_calls = read(choice)
-    reason, logprobs = choice.get("finish_reason"), choice.get("logprobs")
+    reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
         raise unfinished(reason)
     if not (isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
-    calls = tool_calls or []
-    if not (isinstance(calls, list) and all(map(_has_name, calls))):
-        raise RetryableError("the answer's tool_calls are not a list of calls with names")
+    calls: list[object] = []
+    if tool_calls:
+        if not (isinstance(tool_calls, list) and all(map(_has_name, tool_calls))):
+            raise RetryableError("the answer's tool_calls are not a list of calls with names")
+        calls = tool_calls
     if reason == "tool_calls" and not calls and not text:
         raise RetryableError("the answer's finish_reason is 'tool_calls', and it has no tool_calls")
-    completion = Completion(text, reason, usage, reasoning, calls, logprobs if type(logprobs) is dict else None)
+    completion = Completion(text, reason, usage, reasoning, calls)
+    logprobs = choice.get("logprobs")
+    if type(logprobs) is dict:
+        completion.logprobs = logprobs
     message = choice.get("message")
     if type(message) is dict and type(refusal := message.get("refusal")) is str:
         completion.refusal = refusal

@@ -30,7 +30,9 @@ _SIZES = {
 
 def plural(number: int, noun: str) -> str:
     """A count with its noun: "1 chunk", "3 chunks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def plural_is(number: int, noun: str) -> str:
@@ -40,12 +42,16 @@ def plural_is(number: int, noun: str) -> str:
 
 def all_are(number: int, noun: str) -> str:
     """All of them as the subject of a sentence: "the task is", "all 3 tasks are"."""
-    return f"the {noun} is" if number == 1 else f"all {number} {noun}s are"
+    if number == 1:
+        return f"the {noun} is"
+    return f"all {number} {noun}s are"
 
 
 def number_range(start: int, end: int) -> str:
     """The numbers from ``start`` up to, not including, ``end``: "7", "7 to 9"."""
-    return f"{start}" if end - start <= 1 else f"{start} to {end - 1}"
+    if end - start <= 1:
+        return f"{start}"
+    return f"{start} to {end - 1}"
 
 
 def ranges(numbers: Iterable[int], most: int = 50) -> str:
@@ -62,12 +68,16 @@ def ranges(numbers: Iterable[int], most: int = 50) -> str:
 
 def percent(share: float) -> str:
     """A share of 1: "12.3 %". Only what is complete is 100 %."""
-    return "100 %" if share >= 1.0 else f"{min(share * 100, 99.9):.1f} %"
+    if share >= 1.0:
+        return "100 %"
+    return f"{min(share * 100, 99.9):.1f} %"
 
 
 def figure(value: float) -> str:
     """Three digits, or a whole number in full: "0.123", "12.3", "1,234"."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def short(value: float) -> str:
@@ -104,7 +114,9 @@ def byte_size(size: float) -> str:
 def parse_bytes(text: str) -> int | None:
     """The bytes that "256MB" or "1.5 GiB" says; None: it says none."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) *([KMGT]I?|)B", text.strip().upper())
-    return int(float(found[1]) * _SIZES[found[2]]) if found else None
+    if found:
+        return int(float(found[1]) * _SIZES[found[2]])
+    return None
 
 
 # Control characters except line break and tab, what turns the direction of text, line separators, lone surrogates.
@@ -133,13 +145,17 @@ def forgotten_await(error: BaseException) -> str:
 def safe_repr(value: object) -> str:
     """``repr(value)``, for error messages. Never raises, and is at most 200 characters long."""
     text = _safe(repr, value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    if len(text) <= 200:
+        return text
+    return f"{text[:200]}..."
 
 
 def _safe(convert: Callable[[object], str], value: object) -> str:
     try:
         text = convert(value)
-        return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+        if text.isascii():
+            return text
+        return text.encode("utf-8", "backslashreplace").decode()
     except Exception as error:
         return f"<{type(value).__name__}, whose {convert.__name__}() raises {type(error).__name__}>"
 
@@ -165,7 +181,9 @@ def _digits(number: float) -> str:
     """Two or three significant digits."""
     if number >= 100:
         return f"{number:.0f}"
-    return f"{number:.3g}" if number >= 10 else f"{number:.2g}"
+    if number >= 10:
+        return f"{number:.3g}"
+    return f"{number:.2g}"
 
 
 def no_bars_in_logs() -> None:

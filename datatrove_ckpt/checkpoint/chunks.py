@@ -112,7 +112,8 @@ class ChunkTracker:
         chunk = self._current or self._begin_chunk()
         ordinal = chunk.next_ordinal
         chunk.read += 1
-        chunk.position, chunk.last_input = position, fingerprint
+        chunk.position = position
+        chunk.last_input = fingerprint
         committed = self._committed.get(chunk.index)
         if committed is not None:
             self._pass_committed(chunk, committed)
@@ -150,10 +151,15 @@ class ChunkTracker:
     @property
     def documents(self) -> int:
         """How many documents the input had so far, those of earlier attempts included."""
-        return self._current.next_ordinal if self._current else self._next_ordinal
+        if self._current:
+            return self._current.next_ordinal
+        return self._next_ordinal
 
     def _has_more_than_the_input(self) -> bool:
-        first_unread = self._next_chunk - 1 if self._current else self._next_chunk
+        if self._current:
+            first_unread = self._next_chunk - 1
+        else:
+            first_unread = self._next_chunk
         return (
             any(index >= first_unread for index in (*self._recovered, *self._committed))
             or any(chunk.recovered for chunk in self._open.values())
@@ -161,7 +167,8 @@ class ChunkTracker:
         )
 
     def _begin_chunk(self) -> Chunk:
-        index, ordinal = self._next_chunk, self._next_ordinal
+        index = self._next_chunk
+        ordinal = self._next_ordinal
         capacity = next(self._ends) - ordinal
         chunk = Chunk(index, ordinal, capacity, self._recovered.pop(index, {}))
         self._current = self._open[index] = chunk

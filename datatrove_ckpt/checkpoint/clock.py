@@ -34,7 +34,8 @@ class Seconds(NamedTuple):
 
 NO_SECONDS = Seconds()
 # Two names that the ``testing`` package replaces, so that no time passes.
-_monotonic, _wall = time.monotonic, time.time
+_monotonic = time.monotonic
+_wall = time.time
 
 
 def unix_seconds() -> float:

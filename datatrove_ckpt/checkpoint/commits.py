@@ -57,14 +57,19 @@ class CommitsDamaged(CheckpointCorrupt):
 
     def __init__(self, path: Path, what: str, logging_dir: str | None = None) -> None:
         root = path.parent.parent
-        checkpoints = root if retry_number(root.name) is None else root.parent
+        if retry_number(root.name) is None:
+            checkpoints = root
+        else:
+            checkpoints = root.parent
         super().__init__(
             f"{what} Keep the rank's output files: they may belong to lost commits. Restore {path.name} from a copy or "
             f"from the mirror. If there is none: {repair_command(checkpoints, logging_dir=logging_dir)}, "
             "then run the same command again. Commits that can be proved are kept; the other chunks are processed "
             "again."
         )
-        self.path, self.what, self.logging_dir = path, what, logging_dir
+        self.path = path
+        self.what = what
+        self.logging_dir = logging_dir
 
     def __reduce__(self) -> tuple[type[CommitsDamaged], tuple[Path, str, str | None]]:
         return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
@@ -131,7 +136,8 @@ class DocumentCounts:
         """Adds documents."""
         outcomes = [outcome for outcome, _, _ in documents]
         sums = map(sum, zip(*(numbers for _, numbers, _ in documents), strict=True))
-        written, dead = outcomes.count("written"), outcomes.count("dead")
+        written = outcomes.count("written")
+        dead = outcomes.count("dead")
         self.add(DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums))
 
     def add(self, other: DocumentCounts) -> None:
@@ -147,14 +153,19 @@ class DocumentCounts:
     @property
     def odd_answers(self) -> str:
         """Sentences, each with a space before it, on no answer at all, and on those cut off or empty; "" if none is."""
-        answers, said = plural(self.answers, "answer"), []
-        none = f" The rollout dropped each document. {WHY_DROPPED}"
+        answers = plural(self.answers, "answer")
+        said = []
         if self.cut_off:
             were = "was" if self.cut_off == 1 else "were"
             said.append(f"{self.cut_off} of {answers} {were} cut off at max_tokens ({_LONGER})")
         if self.empty:
             said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
-        return none * (self.dropped == self.read > 0) + (f" {' and '.join(said)}." if said else "")
+        text = ""
+        if self.dropped == self.read > 0:
+            text = f" The rollout dropped each document. {WHY_DROPPED}"
+        if said:
+            text += f" {' and '.join(said)}."
+        return text
 
     def unsplit(self) -> WorkStats:
         """What an earlier release's commit tells of the work."""
@@ -171,7 +182,8 @@ def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts
 
     Of a rank that cannot be read, and has no counts, a retry's documents count as if it had read them first.
     """
-    found, known = DocumentCounts(), set()
+    found = DocumentCounts()
+    known = set()
     for number, counts in ranks:
         found.add_retry(counts) if number in known else found.add(counts)
         known |= {number} if counts.read else set()
@@ -294,7 +306,10 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Line]]:
     torn: tuple[int, bytes] | None = None
     for number, raw, line in scan_lines(path):
         if torn is not None:
-            follow = "lines follow it" if line is None else "whole lines follow it"
+            if line is None:
+                follow = "lines follow it"
+            else:
+                follow = "whole lines follow it"
             what = f"the line is damaged, and {follow}, so no crash did this."
             raise CommitsDamaged(path, f"{path}, line {torn[0]}: {what}")
         if line is None:
@@ -319,7 +334,8 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
 
 def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
     """What the documents of a rank's commits are and took, and what the rank took until the last of them."""
-    work, seconds = WorkStats(), NO_SECONDS
+    work = WorkStats()
+    seconds = NO_SECONDS
     for commit in commits:
         work.add(WorkStats.from_json(commit.work))
         seconds = seconds.or_later(commit.seconds)
@@ -344,7 +360,9 @@ def read_last_chunk(path: Path) -> int | None:
     text = b""
     with explained("read", path), suppress(FileNotFoundError):
         text = path.read_bytes()
-    return int(text) if text.strip().isdigit() and len(text) < 20 else None
+    if text.strip().isdigit() and len(text) < 20:
+        return int(text)
+    return None
 
 
 class CommitLog:
@@ -417,7 +435,8 @@ class CommitSums:
         for commit in commits:
             sums.counts.add(commit.counts)
             sums.files += len(commit.files)
-            sums.seconds, sums.at = commit.seconds.total, commit.at or None
+            sums.seconds = commit.seconds.total
+            sums.at = commit.at or None
         sums.unbroken = count_unbroken(sums.indices)
         return sums
 
@@ -431,7 +450,9 @@ def sum_commits(path: Path | str) -> CommitSums | None:
     lines = last_lines(path)
     bodies = [body for line in lines if (body := unseal(line)) is not None]
     try:
-        return _sum(orjson.loads(b"[%s]" % b",".join(bodies))) if len(bodies) == len(lines) else None
+        if len(bodies) == len(lines):
+            return _sum(orjson.loads(b"[%s]" % b",".join(bodies)))
+        return None
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
@@ -449,6 +470,9 @@ def _sum(commits: list[Json]) -> CommitSums | None:
     if not all(map(is_count, [*numbers, min(indices), sum(indices)])):
         return None
     sums.unbroken = count_unbroken(sums.indices)
-    seconds, at = commits[-1].get("seconds", (0.0, 0.0)), commits[-1].get("at")
-    sums.seconds, sums.at = float(seconds[1]), float(at) if is_seconds(at) and at else None
+    seconds = commits[-1].get("seconds", (0.0, 0.0))
+    at = commits[-1].get("at")
+    sums.seconds = float(seconds[1])
+    if is_seconds(at) and at:
+        sums.at = float(at)
     return sums

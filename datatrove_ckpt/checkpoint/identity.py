@@ -71,7 +71,9 @@ _ANSWERING = ("canned_answers", "model_kwargs", "models", "use_chat")
 def of_model(name: str) -> str:
     """A field of one of several models as that of a single one: ``model_kwargs`` of ``judge.model_kwargs``."""
     head, _, inner = name.partition(".")
-    return name if head in _USERS_FIELDS else inner or name
+    if head in _USERS_FIELDS:
+        return name
+    return inner or name
 
 
 def decides(name: str) -> bool:
@@ -109,7 +111,9 @@ def fields_without_secrets(fields: Json) -> Json:
 
 def _field_without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
     is_users = of_model(name).partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
-    return without_secrets(name, value, found) if is_users else value
+    if is_users:
+        return without_secrets(name, value, found)
+    return value
 
 
 def without_its_secrets(content: Json) -> Json:
@@ -180,16 +184,28 @@ def check_format(where: object, content: object, known: int = FORMAT, written_by
     Raises:
         VersionMismatch: it is of a newer version, or of one that is too old.
     """
-    number = content.get(FORMAT_KEY) if isinstance(content, dict) else None
+    if isinstance(content, dict):
+        number = content.get(FORMAT_KEY)
+    else:
+        number = None
     if type(number) is not int or OLDEST_FORMAT <= number <= known:
         return
     assert isinstance(content, dict)
     writer = content.get(WRITTEN_BY, written_by)
     is_named = isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None
-    who = f"datatrove-ckpt {writer}" if is_named else f"{'a newer' if number > known else 'an older'} datatrove-ckpt"
+    if is_named:
+        who = f"datatrove-ckpt {writer}"
+    else:
+        who = f"{'a newer' if number > known else 'an older'} datatrove-ckpt"
     is_new = number > known
-    get = f"datatrove-ckpt {writer}{' or newer' * is_new}" if is_named else "the version that wrote it"
-    formats = f"format {known}" if known == OLDEST_FORMAT else f"formats {OLDEST_FORMAT} to {known}"
+    if is_named:
+        get = f"datatrove-ckpt {writer}{' or newer' * is_new}"
+    else:
+        get = "the version that wrote it"
+    if known == OLDEST_FORMAT:
+        formats = f"format {known}"
+    else:
+        formats = f"formats {OLDEST_FORMAT} to {known}"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, which reads {formats}. "
         f"Nothing was changed. Install {get}, and run the same command again; or start a new run in other folders."
@@ -239,7 +255,8 @@ class Owner(TypedDict):
 
 def new_owner(fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0) -> Owner:
     """This process as an owner, with a nonce of its own. With fence 0 no process has worked on the rank."""
-    host, pid = socket.gethostname(), os.getpid()
+    host = socket.gethostname()
+    pid = os.getpid()
     return Owner(fence=fence, host=host, pid=pid, nonce=secrets.token_hex(8), earlier=earlier or {}, commits=commits)
 
 
@@ -405,8 +422,12 @@ def check_run(content: object) -> Json:
     """
     if not isinstance(content, dict) or not is_count(content.get("format")):
         raise ValueError("it is no JSON object with a format")
-    owner, accepted = content.get("owner", {}), content.get("accepted_changes", [])
-    earlier = owner.get("earlier", {}) if isinstance(owner, dict) else None
+    owner = content.get("owner", {})
+    accepted = content.get("accepted_changes", [])
+    if isinstance(owner, dict):
+        earlier = owner.get("earlier", {})
+    else:
+        earlier = None
     if not isinstance(earlier, dict) or not isinstance(owner.get("nonce", ""), str):
         raise ValueError("its owner is damaged")
     numbers = [owner.get("fence", 0), owner.get("commits", 0), *(upto for upto in earlier.values() if upto is not None)]
@@ -438,9 +459,11 @@ def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> lis
     Args:
         with_output: compare ``output_folder``, too.
     """
-    old, new = settings_in(kept), settings_in(identity.kept)
+    old = settings_in(kept)
+    new = settings_in(identity.kept)
     if not describe_alike(old, new):
-        old, new = without_code(old), without_code(new)
+        old = without_code(old)
+        new = without_code(new)
     return [
         Change(name, old.get(name), new.get(name), _shown(old, name), _shown(new, name), identity.notes.get(name))
         for name in dict.fromkeys([*old, *new])
@@ -472,7 +495,10 @@ def _lines(change: Change) -> list[str]:
     """A field with both values; of two mappings, what differs."""
     field, old, new = change[:3]
     are_mappings = isinstance(old, dict) and isinstance(new, dict)
-    keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))] if are_mappings else []
+    if are_mappings:
+        keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
+    else:
+        keys = []
     return [f"  {field}.{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys] or [
         f"  {field}: {change.shown_old} -> {change.shown_new}"
     ]
@@ -489,7 +515,10 @@ def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = T
             "old output_folder and checkpoints_local_dir: finished documents keep their results."
         )
     may_mix = may_mix and not any(change.is_layout for change in changes)
-    mixed = f", or {identity.how_to_accept} to mix the two: what is done stays as it is" if may_mix else ""
+    if may_mix:
+        mixed = f", or {identity.how_to_accept} to mix the two: what is done stays as it is"
+    else:
+        mixed = ""
     return f"Go on with the old settings, or {folders}{mixed}."
 
 
@@ -513,7 +542,9 @@ def _shown(identity: Json, name: str) -> str:
     if name not in identity:
         return "(not set)"
     text = orjson.dumps(identity[name]).decode()
-    return text if len(text) <= 300 else f"{text[:300]}... ({len(text)} characters)"
+    if len(text) <= 300:
+        return text
+    return f"{text[:300]}... ({len(text)} characters)"
 
 
 # Parts of a request that hold a schema. A setting of the user's own may be called anything with "schema" in it. When
@@ -541,7 +572,8 @@ def same_value(name: str, old: object, new: object) -> bool:
     """Whether two values of this setting are the same. Earlier releases kept a writer without its module."""
     if name == "output_writer" and not ("." in str(old) and "." in str(new)):
         old, new = (str(value).rpartition(".")[2] for value in (old, new))
-    old, new = comparable(name, old), comparable(name, new)
+    old = comparable(name, old)
+    new = comparable(name, new)
     before, after = ({found[1] for found in _HASH.finditer(value)} for value in (old, new))
     if before and after and before != after:
         old, new = (_HASH.sub(b"", value) for value in (old, new))
@@ -557,7 +589,9 @@ def _plain(name: str, value: Any, ordered: bool = False) -> Any:
         return [_plain(name, one, ordered) for one in value]
     if value == _ZERO:
         return 0
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
 
 
 def holds_work(folder: Path) -> bool:

@@ -54,7 +54,9 @@ def efficiency(interval: float, save_cost: float, mtbf: float, restart: float = 
     time, 1 - exp(-R/M) are restarts, at every interval.
     """
     exponent = (interval + save_cost) / mtbf
-    return interval * math.exp(-restart / mtbf) / (mtbf * math.expm1(exponent)) if 0 < exponent < 700 else 0.0
+    if 0 < exponent < 700:
+        return interval * math.exp(-restart / mtbf) / (mtbf * math.expm1(exponent))
+    return 0.0
 
 
 @dataclass(frozen=True)

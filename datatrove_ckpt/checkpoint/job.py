@@ -184,8 +184,11 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
 
 def name_tasks(ranks: list[int]) -> str:
     """Ranks for messages, the first few by number: "tasks 0, 1"."""
-    shown = f"task{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:5]))}"
-    return shown if len(ranks) <= 5 else f"{shown}, ... ({len(ranks)} in all)"
+    noun = "task" if len(ranks) == 1 else "tasks"
+    shown = f"{noun} {', '.join(map(str, ranks[:5]))}"
+    if len(ranks) <= 5:
+        return shown
+    return f"{shown}, ... ({len(ranks)} in all)"
 
 
 def tasks_of(root: Path) -> int:
@@ -201,7 +204,9 @@ def tasks_of(root: Path) -> int:
 def _read(root: Path) -> Json:
     """The content of ``job.json``; empty if there is none."""
     path = root / JOB
-    return read_run(path) if path.exists() else {}
+    if path.exists():
+        return read_run(path)
+    return {}
 
 
 def _agrees(root: Path, identity: RunIdentity) -> bool:
@@ -211,7 +216,10 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
     """``job.json`` agrees, also about code and place, and need not be written again without a secret."""
-    job = run_with_secrets(path) if (path := root / JOB).exists() else {}
+    if (path := root / JOB).exists():
+        job = run_with_secrets(path)
+    else:
+        job = {}
     clean = without_its_secrets(job)
     is_same = job == clean and not compare(job, identity, with_output=True)
     return bool(job) and is_same and describe_alike(job, identity.fields)
@@ -273,7 +281,8 @@ def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, 
         job: the content of ``job.json``; empty if there is none.
         counts: which differences matter.
     """
-    found, accepted = JobChanges(), _accepted([job, *(each.run for each in kept.values())])
+    found = JobChanges()
+    accepted = _accepted([job, *(each.run for each in kept.values())])
     for rank, each in kept.items():
         changes = [change for change in compare(each.run, identity, with_output=True) if counts(change)]
         if any(change.field == OUTPUT_FOLDER for change in changes) and not each.is_live():
@@ -296,7 +305,8 @@ def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
 
 def _is_live(folder: Path, run: Json) -> bool:
     """Whether the process that wrote ``run.json`` works on the rank. One that has only the lock compares itself."""
-    holder, owner = files.lock_holder(folder / LOCK), run.get("owner", {})
+    holder = files.lock_holder(folder / LOCK)
+    owner = run.get("owner", {})
     return holder is not None and all(holder.get(name) == owner.get(name) for name in ("host", "pid"))
 
 

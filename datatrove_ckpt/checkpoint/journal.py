@@ -118,11 +118,19 @@ class Finished:
         """Raises KeyError, TypeError or ValueError if the line holds no finished document, but see ``check``, too."""
         at = body.index(_DOCUMENT)
         data = orjson.loads(body[:at] + b"}")
-        ordinal, outcome, fingerprint = data["ordinal"], data["outcome"], data["input"]
-        requests, prompt, completion = data["requests"], data["prompt_tokens"], data["completion_tokens"]
-        document, ends = body[at + len(_DOCUMENT) : -1], tuple(data.get("ends", (0, 0, 0)))
+        ordinal = data["ordinal"]
+        outcome = data["outcome"]
+        fingerprint = data["input"]
+        requests = data["requests"]
+        prompt = data["prompt_tokens"]
+        completion = data["completion_tokens"]
+        document = body[at + len(_DOCUMENT) : -1]
+        ends = tuple(data.get("ends", (0, 0, 0)))
         work = None if data.get("work") is None else Work(*data["work"])
-        seconds = None if data.get("seconds") is None else Seconds.from_json(data["seconds"])
+        if data.get("seconds") is None:
+            seconds = None
+        else:
+            seconds = Seconds.from_json(data["seconds"])
         return cls(ordinal, outcome, fingerprint, document, requests, prompt, completion, work, seconds, ends)
 
     def check(self) -> None:
@@ -159,7 +167,8 @@ def read_finished(
                 f"{path}, at byte {line.offset}: the line holds no finished document of this version of the program "
                 f"({error!r}). If another version wrote it, use that one. {JOURNAL_ADVICE}"
             ) from error
-        ordinal, fingerprint = finished.ordinal, finished.fingerprint
+        ordinal = finished.ordinal
+        fingerprint = finished.fingerprint
         if known.get(ordinal) == fingerprint:
             yield line, None
         elif ordinal in known or ordinal < first_ordinal or (end is not None and ordinal >= end):
@@ -196,7 +205,8 @@ class ChunkJournal:
         self._file = files.AppendFile(path)
 
     def _recover(self, count: Count | None) -> None:
-        size, took = 0, list[Took]()
+        size = 0
+        took = list[Took]()
         for line, finished in read_finished(self.path, self.recovered, self.first_ordinal, self._end):
             size = line.offset + line.length
             if finished is not None:
@@ -210,7 +220,8 @@ class ChunkJournal:
 
     def append(self, group: Iterable[Finished]) -> None:
         """Appends the group with one write."""
-        ordinals, lines = [], []
+        ordinals = []
+        lines = []
         for finished in group:
             ordinals.append(finished.ordinal)
             lines.append(finished.to_line())
@@ -249,12 +260,14 @@ class ChunkJournal:
         for index, length in enumerate(self._lengths):
             if size and size + length > _READ_BYTES:
                 yield range(start, index)
-                start, size = index, 0
+                start = index
+                size = 0
             size += length
         yield range(start, len(self._lengths))
 
     def _read(self, fd: int, indices: range) -> dict[int, bytes]:
-        offsets, lengths = self._offsets, self._lengths
+        offsets = self._offsets
+        lengths = self._lengths
         runs: list[list[int]] = []
         end = -_READ_GAP
         for index in sorted((index for index in indices if offsets[index] >= 0), key=offsets.__getitem__):

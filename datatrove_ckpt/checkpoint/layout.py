@@ -75,7 +75,7 @@ def is_rank(name: str) -> bool:
 
 def rank_numbers(root: Path) -> list[int]:
     """The ranks that have a folder below ``checkpoints_local_dir`` or below a retry's folder, in ascending order."""
-    return sorted(int(name) for name in (path.name for path in root.iterdir()) if is_rank(name))
+    return sorted(int(path.name) for path in root.iterdir() if is_rank(path.name))
 
 
 def last_chunk_file(root: Path, rank: int) -> Path:
@@ -172,7 +172,9 @@ def retry_folders(root: Path) -> list[Path]:
 def retry_number(name: str) -> int | None:
     """Returns the number of a retry from the name of its folder; None if the folder is not a retry's."""
     match = _RETRY.fullmatch(name)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 # Folders that another program made, datatrove's own runner above all: refused, with what continues there.
@@ -206,7 +208,10 @@ def refuse_missing_run_json(folder: Path) -> None:
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it wrote "
             f"{last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
         )
-    journals = [journal_path(folder, index).name for index in journal_indices(folder)] if folder.is_dir() else []
+    if folder.is_dir():
+        journals = [journal_path(folder, index).name for index in journal_indices(folder)]
+    else:
+        journals = []
     foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()] + journals[:3]
     if foreign:
         raise CheckpointMismatch(

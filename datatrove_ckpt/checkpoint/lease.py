@@ -38,4 +38,6 @@ class RankLease:
     def read_commits(self, path: Path) -> dict[int, Commit]:
         """``read_commits``, but the rank's own from memory: others write to its file only where locks do not work."""
         is_known = self.lock.works and path == self.files.folder / COMMITS
-        return dict(self.files.log.commits) if is_known else read_commits(path)
+        if is_known:
+            return dict(self.files.log.commits)
+        return read_commits(path)

@@ -43,7 +43,9 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _cause(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 def too_large() -> str:
@@ -180,7 +182,9 @@ def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
 def whole_lines(data: bytes) -> list[bytes]:
     """The lines, each with its line break, without a torn one at the end."""
     lines = data.splitlines(keepends=True)
-    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+    if lines and not lines[-1].endswith(b"\n"):
+        return lines[:-1]
+    return lines
 
 
 def is_seconds(value: object) -> bool:
@@ -241,7 +245,9 @@ def read_shard(path: Path) -> Json:
     """
     try:
         with explained("read", path):
-            return read_sealed(path.read_bytes(), (SHARD_VERSION,)) if path.exists() else {}
+            if path.exists():
+                return read_sealed(path.read_bytes(), (SHARD_VERSION,))
+            return {}
     except ValueError as error:
         raise CheckpointCorrupt(
             f"{path} cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows whether the "

@@ -318,14 +318,16 @@ class CheckpointManager:
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
-        folder, last_chunk = self.folder, last_chunk_of(self.folder)
+        folder = self.folder
+        last_chunk = last_chunk_of(self.folder)
         check_files(folder, last_chunk)
         is_new = not folder.exists()
         # Ranks retry their dead letters when they like, with settings of their own: a retry is no job.
         is_retry = retry_number(self.root.name) is not None
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
-        finished, unlocked = is_finished(folder), not (folder / LOCK).exists()
+        finished = is_finished(folder)
+        unlocked = not (folder / LOCK).exists()
         lock = files.Lock(folder / LOCK)
         with ExitStack() as undo:
             # A run that is refused leaves a finished rank finished, and no folder where there was none.
@@ -335,7 +337,10 @@ class CheckpointManager:
             refused.callback(lock.release, remove=unlocked)
             claim = RunClaim(folder, self.identity, self.accept_changes)
             # Before anything is changed: an earlier owner's commits may be lost.
-            scanned = None if claim.is_first else scan_complete_commits(folder, finished)
+            if claim.is_first:
+                scanned = None
+            else:
+                scanned = scan_complete_commits(folder, finished)
             if claim.is_first:
                 self.before_first()
             old = None if finished else self.old_answers()

@@ -76,7 +76,8 @@ class DiskRoom:
         if waiting <= few:
             self._is_low = False
         elif (now := time.monotonic()) >= self._next_look or waiting != self._waiting:
-            self._next_look, self._waiting = now + _LOOK_SECONDS, waiting
+            self._next_look = now + _LOOK_SECONDS
+            self._waiting = waiting
             needed = (reserve_bytes(self._folder) + unwritten) * (_ROOM_AGAIN if was_low else 1)
             self._is_low = free_bytes(self._folder) < needed
         if self._is_low and not was_low:

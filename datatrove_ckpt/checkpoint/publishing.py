@@ -135,7 +135,9 @@ class _WrittenDocuments:
 
     def _read(self) -> Generator[Finished, None, None]:
         chunk = self.chunk
-        chunk.counts, chunk.work, chunk.dead_letters = DocumentCounts(), WorkStats(), bytearray()
+        chunk.counts = DocumentCounts()
+        chunk.work = WorkStats()
+        chunk.dead_letters = bytearray()
         took: list[Took] = []
         with closing(self.journal.read_in_order()) as documents:
             for finished in documents:

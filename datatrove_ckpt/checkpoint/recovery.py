@@ -74,11 +74,15 @@ class ResumePoint:
         """Yields the ordinal after the last document of each chunk from ``next_chunk`` on, in an endless input."""
         ordinal = self.next_ordinal
         for index in itertools.count(self.next_chunk):
-            done, following = self.done.get(index), self.done.get(index + 1)
+            done = self.done.get(index)
+            following = self.done.get(index + 1)
             # A chunk that ended an input which grew later is short, also when it must be redone (see ``repair``).
-            ordinal = (
-                done.next_ordinal if done else following.first_ordinal if following else ordinal + records_per_chunk
-            )
+            if done:
+                ordinal = done.next_ordinal
+            elif following:
+                ordinal = following.first_ordinal
+            else:
+                ordinal = ordinal + records_per_chunk
             yield ordinal
 
     @property
@@ -110,7 +114,8 @@ def recover(folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk
         point.seconds = point.seconds.or_later(journal.seconds)
         for ordinal in journal.recovered:
             answers.pop(ordinal, None)
-    point.cached, point.answers = set(answers), sum(answers.values())
+    point.cached = set(answers)
+    point.answers = sum(answers.values())
     return point
 
 

@@ -407,7 +407,9 @@ def _logs(path: Path) -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    if path.exists():
+        return path.stat().st_size
+    return 0
 
 
 def _close(connection: sqlite3.Connection) -> None:

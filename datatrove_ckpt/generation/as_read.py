@@ -80,7 +80,9 @@ class _AnyWrapper:
         except Exception:
             return _named(value)
         if isinstance(plain, str):
-            return plain if _is_utf8(plain) else {TAG: ["surrogates", _base64(plain.encode("utf-8", "surrogatepass"))]}
+            if _is_utf8(plain):
+                return plain
+            return {TAG: ["surrogates", _base64(plain.encode("utf-8", "surrogatepass"))]}
         if id(value) in self._above:
             return _named(value, "that holds itself")
         if depth == 0:
@@ -124,9 +126,14 @@ class _Description:
             view = memoryview(value)
             return f"{view.format} {view.shape} {self._hash(view.tobytes())}"
         if isinstance(value, np.ndarray | np.generic):
-            content = self._items(value.ravel().tolist()) if value.dtype.hasobject else self._hash(value.tobytes())
+            if value.dtype.hasobject:
+                content = self._items(value.ravel().tolist())
+            else:
+                content = self._hash(value.tobytes())
             return f"{value.dtype} {value.shape} {content}"
-        return self._items(list(value)) if isinstance(value, deque) else ""
+        if isinstance(value, deque):
+            return self._items(list(value))
+        return ""
 
     def _image(self, image: Any) -> str:
         self.hashed_bytes += image.width * image.height * len(image.getbands())
@@ -155,7 +162,10 @@ def _loaded(module: str) -> Any:
 
 def _named(value: object, facts: str = "") -> str:
     kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins":
+        name = kind.__qualname__
+    else:
+        name = f"{kind.__module__}.{kind.__qualname__}"
     return f"<{safe_text(name)}{' ' if facts else ''}{safe_text(facts)}, which cannot be kept>"
 
 

@@ -76,7 +76,9 @@ class _Batch:
     """The texts of one shared request. ``rest``: of the payload, which is the same for all."""
 
     def __init__(self, client: CompletionClient, rest: JsonObject, way: Way) -> None:
-        self.client, self.rest, self.way = client, rest, way
+        self.client = client
+        self.rest = rest
+        self.way = way
         self.texts: list[_Text] = []
         self.waiting = 0
         self.timer: asyncio.TimerHandle
@@ -132,7 +134,9 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
         return
     request.is_shared = len(texts) > 1
     way = batch.way._replace(parse=partial(parse_embeddings, count=len(texts)))
-    content = [text.text for text in texts] if request.is_shared else texts[0].text
+    content: str | list[str] = texts[0].text
+    if request.is_shared:
+        content = [text.text for text in texts]
     try:
         completion = await batch.client.complete(trim(orjson.dumps({**batch.rest, "input": content})), way, request)
     except (RequestRejected, RequestFailed, MustDivide) as error:

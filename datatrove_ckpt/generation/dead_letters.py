@@ -58,7 +58,9 @@ def cause_of(error: BaseException) -> str:
     """What happened, in one line."""
     cause = error.error if isinstance(error, InferenceError) else error
     text = printable(redact(safe_text(cause)))
-    return text if isinstance(cause, CkptError | str) else f"{type(cause).__name__}: {text}{forgotten_await(cause)}"
+    if isinstance(cause, CkptError | str):
+        return text
+    return f"{type(cause).__name__}: {text}{forgotten_await(cause)}"
 
 
 def dead_letter(
@@ -127,7 +129,10 @@ class TakenLetters:
             CheckpointMismatch: the retry has another document of this number.
         """
         earlier: Letter | None = getattr(document, "letter", None)
-        attempt = (earlier["ordinal"], earlier["attempts"] + 1) if earlier else (ordinal, 1)
+        if earlier:
+            attempt = (earlier["ordinal"], earlier["attempts"] + 1)
+        else:
+            attempt = (ordinal, 1)
         if attempt not in self._lines:
             return None
         path, line = self._lines[attempt]

@@ -90,7 +90,8 @@ class Failures:
         """
         if isinstance(error, DocumentNotSerializable):  # perhaps of an error that gather has returned
             error = next((cause for cause in causes(error) if isinstance(cause, InferenceError)), error)
-        document, name = source.document, _named(source.id, slot)
+        document = source.document
+        name = _named(source.id, slot)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
             _stop(name, cause, error, document, self)
@@ -196,7 +197,10 @@ def _way_out(error: BaseException, how_to_accept: str) -> str:
     )
     if _TOO_LONG.search(rejected.body):
         way = f"The prompt is longer than the model's context. ChunkedRollout splits long documents. {way}"
-    asked = "The server was not asked this time" if rejected.remembered else "If the server was at fault, correct it"
+    if rejected.remembered:
+        asked = "The server was not asked this time"
+    else:
+        asked = "If the server was at fault, correct it"
     return f"{way}{asked}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "
 
 

@@ -38,7 +38,8 @@ class NullCheckpoint:
 
     def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int, shutdown: Shutdown) -> None:
         self.has_locks = True  # it needs none
-        self.publishing, self.publishing_behind = 0, False
+        self.publishing = 0
+        self.publishing_behind = False
         self.resumed = ResumePoint()
         self.counts = DocumentCounts()
         self.work = WorkStats()
@@ -88,7 +89,8 @@ class NullCheckpoint:
 
     def fill_in(self, progress: Progress) -> None:
         progress.in_work = self._admitted - self.counts.read
-        progress.seconds, progress.documents = self.seconds, replace(self.counts)
+        progress.seconds = self.seconds
+        progress.documents = replace(self.counts)
 
     def admit(self, fingerprint: str, position: Callable[[], object] = lambda: None) -> ChunkSlot | None:
         chunk = Chunk(self._admitted // self._records_per_chunk, 0)

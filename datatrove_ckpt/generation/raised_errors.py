@@ -98,7 +98,10 @@ class raised_for_scripts:
         if not isinstance(error, errors.CkptError):
             return
         for cause in causes(error):  # what a script does not catch, Python prints
-            cause.__traceback__ = None if cause is error else _after_ours(cause.__traceback__)
+            if cause is error:
+                cause.__traceback__ = None
+            else:
+                cause.__traceback__ = _after_ours(cause.__traceback__)
             cause.args = tuple(printable(redact(part)) if isinstance(part, str) else part for part in cause.args)
         if (raised := _RAISED.get(type(error))) is not None:
             raise raised(str(error)) from error.__cause__
@@ -107,7 +110,9 @@ class raised_for_scripts:
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first failure: the others followed from it."""
     error = group.exceptions[0]
-    return first_of(error) if isinstance(error, BaseExceptionGroup) else error
+    if isinstance(error, BaseExceptionGroup):
+        return first_of(error)
+    return error
 
 
 # Frames of the user ---------------------------------------------------------------------------------------------------
@@ -138,7 +143,9 @@ def called_at() -> str:
     """The place in the user's code that has called ours, as ", in job.py, line 9 (rollout)"; "" if a library has."""
     for frame, line in walk_stack(sys._getframe()):
         if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
-            return "" if frame.f_code.co_filename.startswith(_INSTALLED) else _place(frame.f_code, line)
+            if frame.f_code.co_filename.startswith(_INSTALLED):
+                return ""
+            return _place(frame.f_code, line)
     return ""
 
 
@@ -154,6 +161,10 @@ def _is_ours(code: CodeType) -> bool:
 
 
 def _place(code: CodeType, line: int) -> str:
-    path, here = Path(code.co_filename), Path.cwd()
-    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    path = Path(code.co_filename)
+    here = Path.cwd()
+    if path.is_relative_to(here):
+        shown = path.relative_to(here)
+    else:
+        shown = path
     return f", in {shown}, line {line} ({code.co_name})"

@@ -71,7 +71,10 @@ if TYPE_CHECKING:
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
     """See ``InferenceRunner.run``."""
     # Without a checkpoint a drain would save nothing: the next run starts over.
-    seconds = step.drain_seconds if step.checkpoints_local_dir is not None else 0.0
+    if step.checkpoints_local_dir is not None:
+        seconds = step.drain_seconds
+    else:
+        seconds = 0.0
     models = step.models.values()
     requests, servers = step.requests_and_servers()
     if rank_of_many() is not None:  # the servers and their connections are shared: the executor has counted them
@@ -134,8 +137,10 @@ class _Run:
 
     def _take(self, data: Iterable[Document], rank: int, root: Path, prefix: str = "") -> None:
         """Takes the rank, and then makes what publishes its output: see ``RankLease``."""
-        step, preemption = self.step, self.preemption
-        folder, identity = rank_folder(root, rank), step.identity(self.world_size)
+        step = self.step
+        preemption = self.preemption
+        folder = rank_folder(root, rank)
+        identity = step.identity(self.world_size)
         check = OutputCheck(step.output_writer, step.checkpoints_root, step.checkpoints_remote_dir, run=identity.digest)
         output_folder = OutputFolder(check, rank, folder, prefix)
         interruptible = preemption.interruptible()
@@ -168,8 +173,10 @@ class _Run:
         numbers: RankNumbers,
         output: ChunkOutput | None = None,
     ) -> None:
-        step, preemption = self.step, self.preemption
-        shutdown, completed = preemption.shutdown, False
+        step = self.step
+        preemption = self.preemption
+        shutdown = preemption.shutdown
+        completed = False
         progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
         say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
         exports = open_exports(step, rank, self.world_size, checkpoint, progress, shutdown)
@@ -179,7 +186,10 @@ class _Run:
                 with preemption.interruptible():
                     output.prepare()
             shutdown.check()
-            names = output.names if output is not None else FileNames(step.output_writer, rank)
+            if output is not None:
+                names = output.names
+            else:
+                names = FileNames(step.output_writer, rank)
             main = self._generate(data, rank, checkpoint, progress, names)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
@@ -206,8 +216,10 @@ class _Run:
     def _connect(
         self, config: InferenceConfig, rank: int, progress: RankReporter, models: RankModels
     ) -> AbstractAsyncContextManager[Served]:
-        shutdown, waits = self.preemption.shutdown, progress.of(config).waits
-        host, servers = host_loop(), shared_servers()
+        shutdown = self.preemption.shutdown
+        waits = progress.of(config).waits
+        host = host_loop()
+        servers = shared_servers()
         if host is None or servers is None:
             return connect(config, rank, shutdown, progress.server, models, waits)
         sender = Sender(shutdown, host.order, progress.server)
@@ -216,10 +228,18 @@ class _Run:
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames
     ) -> None:
-        step, preemption, dead = self.step, self.preemption, checkpoint.resumed.finished.dead
+        step = self.step
+        preemption = self.preemption
+        dead = checkpoint.resumed.finished.dead
         kept = step.checkpoints_local_dir is not None
-        taken = TakenLetters(step.checkpoints_root, rank) if kept else None
-        corrected = correction(step.rollout_fn, step.how_to_accept) if kept and not step.accept_changes else ""
+        if kept:
+            taken = TakenLetters(step.checkpoints_root, rank)
+        else:
+            taken = None
+        if kept and not step.accept_changes:
+            corrected = correction(step.rollout_fn, step.how_to_accept)
+        else:
+            corrected = ""
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
         failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
@@ -257,7 +277,9 @@ class _Run:
 def shared_servers() -> ServerHost | None:
     """The servers that this rank shares with others of its process."""
     host = host_loop()
-    return host.servers if host is not None and isinstance(host.servers, ServerHost) else None
+    if host is not None and isinstance(host.servers, ServerHost):
+        return host.servers
+    return None
 
 
 def open_old(step: Step, rank: int, identity: RunIdentity) -> RequestCache | None:
@@ -271,7 +293,10 @@ def open_finished(step: Step, rank: int) -> FinishedDocuments | None:
     """Returns what finds the rank's documents in the output of ``finished_from``; None without the setting."""
     if not step.finished_from:
         return None
-    folder = step.checkpoints_root if step.checkpoints_local_dir is not None else None
+    if step.checkpoints_local_dir is not None:
+        folder = step.checkpoints_root
+    else:
+        folder = None
     rollouts = step.model.rollouts_per_document
     return FinishedDocuments(step.finished_from, rank, step.metadata_key, rollouts, folder)
 
@@ -288,7 +313,10 @@ def open_source(
     Args:
         rank: None: there is no checkpoint.
     """
-    revisions = None if rank is None else Revisions(step.checkpoints_root)
+    if rank is None:
+        revisions = None
+    else:
+        revisions = Revisions(step.checkpoints_root)
     return DocumentSource(
         documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, finished
     )
@@ -311,7 +339,8 @@ def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
     """
     if writer.output_folder.is_local():
         nowhere = Path("no checkpoint")
-        check, commits = OutputCheck(writer, nowhere), RankCommits(nowhere, rank)
+        check = OutputCheck(writer, nowhere)
+        commits = RankCommits(nowhere, rank)
         check.refuse_strangers(commits, check.look({}, rank))
 
 
@@ -342,8 +371,12 @@ class RankMessages:
             )
         point = self.checkpoint.resumed
         if not point.is_fresh:
-            done, written = plural_is(point.finished.read, "document"), point.counts.written
-            answers = "1 answer waits" if point.answers == 1 else f"{point.answers} answers wait"
+            done = plural_is(point.finished.read, "document")
+            written = point.counts.written
+            if point.answers == 1:
+                answers = "1 answer waits"
+            else:
+                answers = f"{point.answers} answers wait"
             logger.info(f"Resuming: {done} done ({written} in output files), {answers}.")
 
     def stopped(self, shutdown: Shutdown) -> None:
@@ -426,7 +459,8 @@ def naming_mirror(step: Step) -> Iterator[None]:
     try:
         yield
     except CheckpointCorrupt as error:
-        named, found = re.search(rf"{re.escape(str(step.checkpoints_root))}/\d{{5,}}(?=/)", str(error)), None
+        named = re.search(rf"{re.escape(str(step.checkpoints_root))}/\d{{5,}}(?=/)", str(error))
+        found = None
         if step.checkpoints_remote_dir is not None and named is not None:
             from datatrove_ckpt.mirror.job import newest_manifest
 

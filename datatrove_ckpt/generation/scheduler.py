@@ -83,7 +83,10 @@ class DocumentLimit:
         self._rollouts = config.rollouts_per_document
         self._routers: list[Router] = []
         grows = config.max_concurrent_documents is None
-        self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts)) if grows else self._most
+        if grows:
+            self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts))
+        else:
+            self._size = self._most
         self._in_work = 0
         self._room: asyncio.Future[None] | None = None
         self._bytes = media or ByteBudget(media_bytes())
@@ -286,10 +289,12 @@ class Scheduler:
             await self.next_change()
 
     def _changed(self) -> None:
-        change, self._change = self._change, self._loop.create_future()
+        change = self._change
+        self._change = self._loop.create_future()
         change.set_result(None)
         if not self.checkpoint.congested:
-            free, self._storage_free = self._storage_free, self._loop.create_future()
+            free = self._storage_free
+            self._storage_free = self._loop.create_future()
             free.set_result(None)
 
     async def next_change(self, at_most_seconds: float | None = None) -> None:
@@ -348,7 +353,10 @@ class Scheduler:
             document.metadata[self.metadata_key] = kept
             if kept:
                 self.check_document(document, slot.chunk.index)
-            data = encode_finished(document, self.metadata_key) if kept else b"null"
+            if kept:
+                data = encode_finished(document, self.metadata_key)
+            else:
+                data = b"null"
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):
                 self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
                 self._raise_if_stopping(answers)
@@ -476,7 +484,8 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
         Preempted: a stop was requested.
         BaseException: the rank's failure, if it has one. Then whoever made the checkpoint closes it.
     """
-    shutdown, checkpoint = rank.shutdown, rank.checkpoint
+    shutdown = rank.shutdown
+    checkpoint = rank.checkpoint
     await shutdown.requested()
     # From now on no document is admitted, and the router sends no request: both look at the shutdown.
     models = [model for model in rank.models.values() if model.client.done()]
@@ -486,7 +495,10 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
         _cancel(serving)  # a model may need minutes to load
     elif shutdown.failure is None or in_flight:
         why = shutdown.cause or f"The rank has failed ({type(shutdown.failure).__name__})"
-        hurried_by = shutdown.hurried_by if shutdown.cause else shutdown.hurried_by.replace("second ", "")
+        if shutdown.cause:
+            hurried_by = shutdown.hurried_by
+        else:
+            hurried_by = shutdown.hurried_by.replace("second ", "")
         logger.warning(
             f"{why}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
             f"answered; {hurried_by} ends the wait at once."

@@ -127,7 +127,8 @@ class Step(PipelineStep):
         if key in FIELDS and getattr(self.output_writer, "expand_metadata", False):
             raise ConfigError(f"metadata_key: {key!r} would replace the document's own. Give another name.")
         check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
-        local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
+        local = self.checkpoints_local_dir
+        remote = self.checkpoints_remote_dir
         if local is not None:
             if get_protocol(local) not in ("file", "local"):
                 raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
@@ -151,7 +152,9 @@ class Step(PipelineStep):
     @property
     def models(self) -> dict[str, InferenceConfig]:
         """By their names, the rollout's ``generate`` first; {"": config} of a model without a name."""
-        return dict(self.named_models) if "named_models" in vars(self) else {"": self.model}
+        if "named_models" in vars(self):
+            return dict(self.named_models)
+        return {"": self.model}
 
     @property
     def model(self) -> InferenceConfig:
@@ -177,7 +180,9 @@ class Step(PipelineStep):
 
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
-        chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
+        chunk = self.records_per_chunk
+        key = self.metadata_key
+        accept = self.how_to_accept
         return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size, accept)
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -32,7 +32,8 @@ def gc_paused() -> Iterator[None]:
     If anything was imported, all objects count as old ones afterwards. As young ones they would be looked through at
     once, and once more as those of the middle generation: 40 ms in all.
     """
-    enabled, modules = gc.isenabled(), len(sys.modules)
+    enabled = gc.isenabled()
+    modules = len(sys.modules)
     gc.disable()
     try:
         yield

@@ -144,7 +144,9 @@ def host_loop() -> HostLoop | None:
 def rank_of_many() -> int | None:
     """The rank that this thread or task works for, if several ranks share the process."""
     host = host_loop()
-    return None if host is None else host.rank
+    if host is None:
+        return None
+    return host.rank
 
 
 async def run_hosted(run: Callable[[], _Result], name: str, host: HostLoop | None = None) -> _Result:

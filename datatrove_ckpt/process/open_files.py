@@ -99,7 +99,10 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
 def too_low(requests: int, needed: int, allowed: int) -> str:
     """The message for a limit below the need."""
     fitting = allowed - (needed - requests)
-    lower = f", or set max_concurrent_generations to at most {fitting}" if fitting > 0 else ""
+    if fitting > 0:
+        lower = f", or set max_concurrent_generations to at most {fitting}"
+    else:
+        lower = ""
     return (
         f"max_concurrent_generations: {requests} requests at once need {needed} open files, and this process may have "
         f"{allowed} (ulimit -Hn). Raise the limit where the tasks run (ulimit -n {needed}){lower}."
@@ -146,7 +149,10 @@ def enough_open_files(requests: int, servers: int) -> Iterator[None]:
     except Exception as error:
         if any(is_caused_by_limit(cause) for cause in causes(error)):
             first = str(error).partition("\n")[0].rstrip(".")
-            name = "" if isinstance(error, CkptError) else f"{type(error).__name__}: "
+            if isinstance(error, CkptError):
+                name = ""
+            else:
+                name = f"{type(error).__name__}: "
             raise limit_reached(name + first) from error
         raise
 

@@ -136,7 +136,8 @@ class _PoolSignal:
         self._came = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        seconds, first = time.monotonic() - self._came, not self._came
+        seconds = time.monotonic() - self._came
+        first = not self._came
         if first:
             self._came = time.monotonic()
         is_fork = os.getpid() != self._pid
@@ -187,4 +188,6 @@ def drain_pools(numbers: Iterable[int]) -> None:
 
 def usual_handler(handler: Any) -> Any:
     """The handler of a signal without ``drain_pools``."""
-    return signal.SIG_DFL if isinstance(handler, _PoolSignal) else handler
+    if isinstance(handler, _PoolSignal):
+        return signal.SIG_DFL
+    return handler

@@ -181,7 +181,9 @@ class NoticeWatch:
         with subprocess.Popen(command, stdin=null, stdout=null, stderr=null) as process:
             self._command = process
             try:
-                return "" if process.wait(_TIMEOUT) == 0 else None
+                if process.wait(_TIMEOUT) == 0:
+                    return ""
+                return None
             finally:
                 process.kill()
 
@@ -198,7 +200,10 @@ def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
     request = Request(url, headers={**headers}, method=method)
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT) as answer:
-            return None if answer.status == 204 else answer.read(2**20).decode()
+            if answer.status == 204:
+                return None
+            text: str = answer.read(2**20).decode()
+            return text
     except HTTPError as error:
         with error:
             if error.code == 404:
@@ -210,16 +215,21 @@ def _aws() -> str | None:
     token = _get(f"{METADATA}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
     asks = {"X-aws-ec2-metadata-token": token or ""}
     found = _get(f"{METADATA}/latest/meta-data/spot/instance-action", asks)
-    return None if found is None else "{action} at {time}".format(**json.loads(found))
+    if found is None:
+        return None
+    return "{action} at {time}".format(**json.loads(found))
 
 
 def _gcp() -> str | None:
     found = _get(f"{METADATA}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-    return "preempted" if found is not None and found.strip().upper() == "TRUE" else None
+    if found is not None and found.strip().upper() == "TRUE":
+        return "preempted"
+    return None
 
 
 def _azure() -> str | None:
-    root, asks = f"{METADATA}/metadata", {"Metadata": "true"}
+    root = f"{METADATA}/metadata"
+    asks = {"Metadata": "true"}
     name = _get(f"{root}/instance/compute/name?api-version=2021-02-01&format=text", asks)
     found = json.loads(_get(f"{root}/scheduledevents?api-version=2020-07-01", asks) or "{}")
     for event in found.get("Events", []):  # those of all machines of a scale set
@@ -325,7 +335,9 @@ class _Handed(Preempted):
         return Preempted, self.args
 
 
-_Handed.__module__, _Handed.__qualname__ = Preempted.__module__, Preempted.__qualname__  # in logs it is one
+# In logs it is one.
+_Handed.__module__ = Preempted.__module__
+_Handed.__qualname__ = Preempted.__qualname__
 _Handed.__name__ = Preempted.__name__
 
 
@@ -551,7 +563,9 @@ class Preemption:
             elif previous is signal.SIG_DFL:
                 with suppress(Exception):
                     requeue_if_preempted()
-        return 128 + self._received[0] if self._received else 1
+        if self._received:
+            return 128 + self._received[0]
+        return 1
 
     # on the event loop -------------------------------------------------------------------------------------------
 

@@ -127,7 +127,9 @@ class RankThreads:
         try:
             while not taking.done() and not self._ends:
                 await self._look(running, taking)
-            return None if self._ends else taking.result()
+            if self._ends:
+                return None
+            return taking.result()
         finally:
             taking.cancel()
 

@@ -110,7 +110,8 @@ class Shutdown:
     def _begin(self) -> None:
         if not self.is_stopping:
             began = time.monotonic()
-            self.deadline, self._began_at = began + self.drain_seconds, began
+            self.deadline = began + self.drain_seconds
+            self._began_at = began
 
     def fast_stop(self) -> None:
         """Nothing is waited for any more."""
@@ -207,7 +208,8 @@ class Shutdown:
 
     async def requested(self) -> None:
         """Returns once the rank is to stop."""
-        loop, noticed = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        noticed = asyncio.Event()
 
         def notice() -> None:
             if self.is_stopping:
@@ -224,7 +226,8 @@ class Shutdown:
 
     async def failed(self) -> NoReturn:
         """Raises the failure of the rank, once there is one and its drain is over."""
-        loop, failed = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        failed = asyncio.Event()
         with self.calling(lambda: call_soon(loop, failed.set)):
             while self.failure is None or not self.aborted:
                 failed.clear()
@@ -233,7 +236,8 @@ class Shutdown:
 
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
         """Awaits ``awaitable`` until the deadline. True if it finished, False if the time was too short."""
-        loop, waits = asyncio.get_running_loop(), True
+        loop = asyncio.get_running_loop()
+        waits = True
 
         def hurry() -> None:
             if waits and self.is_fast and not limit.expired():
@@ -263,7 +267,10 @@ class Shutdown:
             while True:
                 limit = running
                 if self.cause:
-                    limit = 0.0 if self.is_fast else max(started, self._began_at) + draining - time.monotonic()
+                    if self.is_fast:
+                        limit = 0.0
+                    else:
+                        limit = max(started, self._began_at) + draining - time.monotonic()
                 elif running is not None:
                     limit = started + running - time.monotonic()
                 try:

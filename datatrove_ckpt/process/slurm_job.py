@@ -41,14 +41,18 @@ def job_id() -> str | None:
     SLURM_JOB_ID is not used in an array: the last task of array 17 has SLURM_JOB_ID=17, and to Slurm's commands 17
     means the whole array.
     """
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return os.environ.get("SLURM_JOB_ID")
 
 
 @contextmanager
 def job_id_in_environment() -> Iterator[None]:
     """Sets SLURM_JOB_ID to ``job_id()`` for a while. Else datatrove's handler would requeue the whole array."""
-    job, before = job_id(), os.environ.get("SLURM_JOB_ID")
+    job = job_id()
+    before = os.environ.get("SLURM_JOB_ID")
     if job is None or before is None:
         yield
         return
@@ -116,7 +120,9 @@ def handle_between_ranks(numbers: Iterable[int]) -> None:
 
 def usual_handler(handler: Any) -> Any:
     """The handler without what ``handle_between_ranks`` or ``drain_pools`` added."""
-    return handler.usual if isinstance(handler, _BetweenRanks) else pool_signals.usual_handler(handler)
+    if isinstance(handler, _BetweenRanks):
+        return handler.usual
+    return pool_signals.usual_handler(handler)
 
 
 # The time limit -------------------------------------------------------------------------------------------------------
@@ -161,7 +167,8 @@ async def slurm_deadline() -> float | None:
 
 
 async def _output(*command: str) -> str:
-    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    pipe = asyncio.subprocess.PIPE
+    nothing = asyncio.subprocess.DEVNULL
     environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     process = await asyncio.create_subprocess_exec(
         *command, stdin=nothing, stdout=pipe, stderr=nothing, env=environment

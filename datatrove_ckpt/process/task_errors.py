@@ -87,7 +87,8 @@ def task_of_many(yes: bool) -> Iterator[None]:
     """In a task that is one of many: what each of them says is only in its log file; the terminal shows warnings."""
     global _of_many
     safe_log()
-    before, _of_many = _of_many, yes
+    before = _of_many
+    _of_many = yes
     try:
         yield
     finally:
@@ -101,7 +102,10 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
     error = record["exception"] and record["exception"].value
     if error is not None:
         record["exception"] = None
-        own = own_error(error) if str(record["name"]).startswith(_DATATROVE) else None
+        if str(record["name"]).startswith(_DATATROVE):
+            own = own_error(error)
+        else:
+            own = None
         trace = "".join(traceback.format_exception(error)).rstrip()
         if own is None:
             record["message"] += f"\n{trace}"

@@ -27,7 +27,9 @@ _UNFINISHED = frozenset(
     """.split()  # noqa: SIM905
 )
 # ``str | list`` would make a new object for each answer.
-_CONTENT, _REASON = (str, list), (str, type(None))
+_CONTENT = (str, list)
+_REASON = (str, type(None))
+_CHOICE = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
 # Parts of a content that are no part of the text.
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 _SHOWN_BYTES = 200  # of an answer that is no JSON
@@ -101,7 +103,11 @@ class RetryableError(Exception):
         """A word or two, to be counted."""
         if self.status:
             return f"HTTP {self.status}"
-        return "timeout" if self.timed_out else "connection" if self.unreachable else "bad answer"
+        if self.timed_out:
+            return "timeout"
+        if self.unreachable:
+            return "connection"
+        return "bad answer"
 
     @property
     def server_is_well(self) -> bool:
@@ -201,7 +207,11 @@ def _read_message(choice: JsonObject) -> tuple[object, object, object]:
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     content = message.get("content") or ""
     if type(content) is list or type(reasoning) is list:
-        content, reasoning = _joined(content), _joined(reasoning) if reasoning else _thoughts(content)
+        if reasoning:
+            reasoning = _joined(reasoning)
+        else:
+            reasoning = _thoughts(content)
+        content = _joined(content)
     return content, reasoning, message.get("tool_calls")
 
 
@@ -216,7 +226,9 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
 
 
 def _listed(top: object) -> object:
-    return [{"token": token, "logprob": value} for token, value in top.items()] if isinstance(top, dict) else top
+    if isinstance(top, dict):
+        return [{"token": token, "logprob": value} for token, value in top.items()]
+    return top
 
 
 def as_asked(way: Way, payload: JsonObject) -> Way:
@@ -253,7 +265,8 @@ def _check_number(found: int, number: object) -> None:
 
 def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
     answer = _answer(raw, redact)
-    choices, usage = answer.get("choices"), _usage(answer)
+    choices = answer.get("choices")
+    usage = _usage(answer)
     if not isinstance(choices, list) or not choices or type(choices[0]) is not dict:
         raise RetryableError("the answer has no choices")
     if len(choices) == 1:
@@ -276,14 +289,19 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
 
 
 def _as_choice(completion: Completion) -> JsonObject:
-    names = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs", *(["refusal"] * bool(completion.refusal)))
-    return {name: getattr(completion, name) for name in names}
+    choice = {name: getattr(completion, name) for name in _CHOICE}
+    if completion.refusal:
+        choice["refusal"] = completion.refusal
+    return choice
 
 
 def _name(completion: Completion, answer: JsonObject) -> None:
-    response_id, model = answer.get("id"), answer.get("model")
-    completion.response_id = response_id if type(response_id) is str else ""
-    completion.model = model if type(model) is str else ""
+    response_id = answer.get("id")
+    model = answer.get("model")
+    if type(response_id) is str:
+        completion.response_id = response_id
+    if type(model) is str:
+        completion.model = model
 
 
 def _choice(
@@ -341,12 +359,17 @@ def _joined(content: object) -> object:
     if not all(isinstance(text, str) for text in texts):
         return None
     others = [part for part in parts if part.get("type", "text") not in ("text", *_THOUGHTS)]
-    return "".join(texts) if parts and not others else content
+    if parts and not others:
+        return "".join(texts)
+    return content
 
 
 def _thoughts(content: object) -> str:
     """The reasoning that stands among the parts of a content, as Mistral's does."""
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict)]
+    else:
+        parts = []
     found = [_joined(part.get(part["type"])) for part in parts if part.get("type") in _THOUGHTS]
     return "".join(text for text in found if isinstance(text, str))
 
@@ -357,7 +380,9 @@ _MAX_COUNT = 1 << 40
 
 def _usage(answer: JsonObject) -> JsonObject:
     usage = answer.get("usage")
-    return _clean_usage(usage) if isinstance(usage, dict) else {}
+    if isinstance(usage, dict):
+        return _clean_usage(usage)
+    return {}
 
 
 def _clean_usage(usage: JsonObject) -> JsonObject:

@@ -27,7 +27,8 @@ class Body:
     __slots__ = ("_media", "_size", "_texts")
 
     def __init__(self, texts: Sequence[bytes], media: Sequence[bytes]) -> None:
-        self._texts, self._media = texts, media
+        self._texts = texts
+        self._media = media
         self._size = sum(map(len, texts)) + sum(-(-len(data) // 3) * 4 for data in media)
 
     def __len__(self) -> int:

@@ -216,18 +216,23 @@ class Outage:
 
     def left(self) -> float:
         """Seconds until the patience ends, below 0 afterwards; infinite while requests are answered."""
-        return math.inf if self._since is None else self.patience - self.seconds
+        if self._since is None:
+            return math.inf
+        return self.patience - self.seconds
 
     @property
     def seconds(self) -> float:
         """For so long no request was answered, although some failed; 0 while requests are answered."""
-        return 0.0 if self._since is None else self.clock() - self._since
+        if self._since is None:
+            return 0.0
+        return self.clock() - self._since
 
 
 def waiting(cause: str, unreachable: bool, waited: float, patience: float) -> str:
     """The line that a run shows while it waits."""
     what = "is unreachable" if unreachable else "gives no answers"
-    cause = cause if len(cause) <= _SHOWN_CAUSE else f"{cause[:_SHOWN_CAUSE]}..."
+    if len(cause) > _SHOWN_CAUSE:
+        cause = f"{cause[:_SHOWN_CAUSE]}..."
     return (
         f"The server {what} ({cause}); waiting, {waited:.0f} s of {patience:g} s (server_patience_seconds). Then the "
         "rank stops; finished work is saved."
@@ -264,7 +269,8 @@ class RequestClock:
         if self._outage.answers > self._answers:
             self.beside += 1
             self._seconds += now - self._at
-        self._at, self._answers = now, self._outage.answers
+        self._at = now
+        self._answers = self._outage.answers
         if self.beside >= max_attempts and self.left(failure) <= 0:
             raise RequestFailed(
                 f"Given up after {self._attempts} attempts: for {self._seconds:.0f} s this request failed while others "
@@ -341,9 +347,13 @@ class ModelServers:
 
     def mark_up(self, target: Target, url: str | HiddenUrl, api_key: Key | None) -> None:
         """Send requests to this URL from now on. A restarted server has another port and another key."""
-        target.url, target.api_key = HiddenUrl.wrap(url), api_key
+        target.url = HiddenUrl.wrap(url)
+        target.api_key = api_key
         self.transport(target, usual_way(self.config))  # so that what is wrong with the URL is said at once
-        target.limit = FIRST_LIMIT if self.config.max_concurrent_generations == "auto" else math.inf
+        if self.config.max_concurrent_generations == "auto":
+            target.limit = FIRST_LIMIT
+        else:
+            target.limit = math.inf
         target.up = True
         self.outage.answered()  # the time that a restart took is not the time in which this server gave no answers
         self.router.admit()
@@ -359,7 +369,10 @@ class ModelServers:
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
             timeout = self.config.request_timeout or _DEFAULT_TIMEOUT
-            headers = target.api_key.headers() if target.api_key is not None else None
+            if target.api_key is not None:
+                headers = target.api_key.headers()
+            else:
+                headers = None
             found = make_transport(target.url.api(way.path), headers, timeout, self._proxied)
             target.transports[way.path] = found
         return found
@@ -367,12 +380,16 @@ class ModelServers:
     def oldest_in_flight(self) -> float:
         """Seconds for which the oldest attempt under way is under way; 0 if there is none."""
         started = [attempt.started_at for target in self.router.targets for attempt in target.attempts]
-        return time.monotonic() - min(started) if started else 0.0
+        if started:
+            return time.monotonic() - min(started)
+        return 0.0
 
 
 def usual_way(config: InferenceConfig) -> Way:
     """The way of completions."""
-    return CHAT if config.use_chat else COMPLETIONS
+    if config.use_chat:
+        return CHAT
+    return COMPLETIONS
 
 
 class CompletionClient:
@@ -450,7 +467,8 @@ class CompletionClient:
             target = self._router.take(request)
             if target is None:
                 target = await self._router.acquire(request)
-            deaths, was_quarantined = len(request.deaths), request.is_quarantined
+            deaths = len(request.deaths)
+            was_quarantined = request.is_quarantined
             try:
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
@@ -471,7 +489,8 @@ class CompletionClient:
                     self._sent_again()
                     continue
                 clock = clock or RequestClock(self.outage, began_at, answers)
-                failure, delay = error, self._delay(error, clock)
+                failure = error
+                delay = self._delay(error, clock)
             finally:
                 self._router.release(target, request)
             self.stats.retries += 1
@@ -500,7 +519,10 @@ class CompletionClient:
         """Sleeps until the next attempt. If the patience with an outage ends before, that attempt is due then."""
         bounded = self.outage.left() > 0
         while seconds > 0 and not (bounded and self.outage.left() <= 0):
-            pause = min(seconds, self.outage.left()) if bounded else seconds
+            if bounded:
+                pause = min(seconds, self.outage.left())
+            else:
+                pause = seconds
             if failure.retry_after:  # without it attempts are frequent enough to show the line
                 pause = min(pause, self.outage.next_line())
             await self._sleep(pause)
@@ -605,6 +627,7 @@ class CompletionClient:
 
 
 async def _close(target: Target) -> None:
-    transports, target.transports = target.transports, {}
+    transports = target.transports
+    target.transports = {}
     for transport in transports.values():
         await transport.close()

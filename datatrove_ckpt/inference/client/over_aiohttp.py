@@ -107,7 +107,8 @@ class AiohttpTransport(UnaskedCounter):
         )
 
     async def send(self, body: AnyBody = b"", extras: Extras | None = None) -> Response:
-        url, headers = self.url, self._headers
+        url = self.url
+        headers = self._headers
         if extras:
             url, headers = beside(url, headers, extras)
         data: bytes | io.BytesIO | AsyncIterator[bytes]
@@ -115,7 +116,10 @@ class AiohttpTransport(UnaskedCounter):
             headers = HiddenDict({**headers, "Content-Length": str(len(body))})
             data = _pieces(body)
         else:
-            data = body if len(body) <= _STREAMED_SIZE else io.BytesIO(body)
+            if len(body) <= _STREAMED_SIZE:
+                data = body
+            else:
+                data = io.BytesIO(body)
         began_at = time.monotonic()
         try:
             async with self._session.request(
@@ -159,7 +163,8 @@ async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
     """
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RemoteProtocolError(plain.COMPRESSED)
-    body, large = bytearray(), LargeAnswer()
+    body = bytearray()
+    large = LargeAnswer()
     async for data in response.content.iter_any():
         body += data
         if refusal := large.refusal(len(body)):

@@ -239,7 +239,9 @@ class _ResponseBuilder:
     def on_headers_complete(self) -> None:
         llhttp = self.llhttp()
         assert llhttp is not None  # it calls us
-        status, version, fields = llhttp.get_status_code(), llhttp.get_http_version(), self._fields
+        status = llhttp.get_status_code()
+        version = llhttp.get_http_version()
+        fields = self._fields
         if status == 101:
             self._refuse("the server wants to switch to another protocol")
         if version not in ("1.1", "1.0") or status < 200:
@@ -247,7 +249,8 @@ class _ResponseBuilder:
         if fields.get(b"content-encoding", b"identity").lower() != b"identity":
             self._refuse(COMPRESSED)
         self._large = LargeAnswer()
-        coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
+        coding = fields.get(b"transfer-encoding")
+        length = fields.get(b"content-length")
         if status in (204, 304):
             pass  # neither has a body, whatever the fields say
         elif coding is not None:
@@ -350,7 +353,8 @@ class _Connection(asyncio.Protocol):
         self.usable = False
         self._unsent = None
         self._transport.abort()
-        response, self._response = self._response, None
+        response = self._response
+        self._response = None
         if response is None or response.done():
             return
         if self._status >= 300:  # the status alone decides; the body is only shown, and may be a part
@@ -395,7 +399,9 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _status(self) -> int:
-        return 0 if self._parser is None else self._parser.status
+        if self._parser is None:
+            return 0
+        return self._parser.status
 
     def _finish(self, reusable: bool) -> None:
         # A server that refuses a request may respond before it has read all of it. The rest of the request is still in
@@ -407,8 +413,10 @@ class _Connection(asyncio.Protocol):
             self._owner.deliver_later(self)
 
     def deliver(self) -> None:
-        response, self._response = self._response, None
-        complete, self._complete = self._complete, None
+        response = self._response
+        self._response = None
+        complete = self._complete
+        self._complete = None
         self._parser = None
         if response is not None and complete is not None and not response.done():
             response.set_result(complete)
@@ -422,7 +430,10 @@ class _Connection(asyncio.Protocol):
         if self._complete is not None:
             self.deliver()
         if self._response is not None:
-            when = "inside the response" if self._status else "before the response"
+            if self._status:
+                when = "inside the response"
+            else:
+                when = "before the response"
             self.abort(RemoteProtocolError(f"the connection was closed {when}" + (f": {error}" if error else "")))
         else:
             self.abort()
@@ -448,7 +459,10 @@ class UnaskedCounter:
             self._first_id = found[0] if found else b""
         before = connection.last
         # Media are not hashed: requests with media count as different ones.
-        sent = object() if isinstance(request, Body) else xxh3_64_intdigest(request)
+        if isinstance(request, Body):
+            sent = object()
+        else:
+            sent = xxh3_64_intdigest(request)
         connection.last = (sent, xxh3_64_intdigest(answer))
         if before[1] != connection.last[1] or before[0] == sent:
             return
@@ -495,7 +509,8 @@ class PlainTransport(UnaskedCounter):
         method: str = "POST",
     ) -> None:
         self.url = url
-        self._host, self._port = url.reveal().raw_host or "", url.reveal().port or 80
+        self._host = url.reveal().raw_host or ""
+        self._port = url.reveal().port or 80
         self._timeout = timeout
         self._connect_timeout = min(connect_timeout, timeout)
         self._keepalive = keepalive
@@ -608,7 +623,8 @@ class PlainTransport(UnaskedCounter):
             return socket.getaddrinfo(
                 self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
             )
-        now, lookup = self._loop.time(), self._lookup
+        now = self._loop.time()
+        lookup = self._lookup
         expired = now - self._lookup_started_at > _ADDRESS_CACHE_SECONDS
         if lookup is None or (lookup.done() and (lookup.exception() or expired)):
             coroutine = self._loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
@@ -638,7 +654,8 @@ def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
     """
     if any(character in value for value in headers.values() for character in "\r\n\0"):
         raise ValueError(f"a line break in a header field (one of {', '.join(headers)})")
-    raw_host, port = url.reveal().raw_host or "", url.reveal().port
+    raw_host = url.reveal().raw_host or ""
+    port = url.reveal().port
     host = f"[{raw_host}]" if ":" in raw_host else raw_host
     own = {
         "Host": f"{host}{f':{port}' if port != 80 else ''}",

@@ -125,7 +125,8 @@ class Request:
     def copy(self) -> Request:
         """One that has been in flight at the same deaths."""
         other = Request(self.sender, self.document)
-        other.deaths, other.age = list(self.deaths), self.age
+        other.deaths = list(self.deaths)
+        other.age = self.age
         return other
 
     @property
@@ -281,7 +282,9 @@ class Quarantine:
 
     def restart(self) -> None:
         """Begin with a group of one, on another server."""
-        self.in_flight, self._group_limit, self._peak = 0, 1, len(self._waiting)
+        self.in_flight = 0
+        self._group_limit = 1
+        self._peak = len(self._waiting)
 
     def add(self, request: Request, future: asyncio.Future[Target]) -> None:
         self._arrivals += 1
@@ -305,7 +308,8 @@ class Quarantine:
 
     def clear(self) -> list[tuple[Request, asyncio.Future[Target]]]:
         """Everything that waited."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         return [(request, future) for _, _, request, future in waiting]
 
 
@@ -435,7 +439,8 @@ class Router:
     def fail(self, cause: str) -> None:
         """No server will be up again: ``acquire`` raises ServerDied, for requests that wait and for later ones."""
         self._failure = cause
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for _, future in [*(entry[2:] for entry in waiting), *self._quarantine.clear()]:
             if not future.done():
                 future.set_exception(ServerDied(cause))
@@ -458,7 +463,9 @@ class Router:
         if self._in_flight >= self._limit:
             return None
         free = [t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit]
-        return free[0] if len(free) == 1 else _least_busy(free)
+        if len(free) == 1:
+            return free[0]
+        return _least_busy(free)
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine
@@ -477,6 +484,8 @@ class Router:
 
 def _least_busy(targets: list[Target]) -> Target | None:
     if len(targets) < 2:
-        return targets[0] if targets else None
+        if targets:
+            return targets[0]
+        return None
     now = time.monotonic()
     return min(targets, key=lambda target: (target.cooldown_until > now, target.in_flight))

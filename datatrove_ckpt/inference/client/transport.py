@@ -106,7 +106,10 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         with frames_cut():
             response = await transport.send(body, extras)
     except TimeoutError as error:
-        kind = "connection" if isinstance(error, ConnectTimeout) else "answer"
+        if isinstance(error, ConnectTimeout):
+            kind = "connection"
+        else:
+            kind = "answer"
         raise RetryableError(f"no {kind} in time from {url}", unreachable=True, timed_out=True) from None
     except transport.errors as error:
         if is_caused_by_limit(error):

@@ -65,9 +65,9 @@ def to_base64(values: Floats, text: str | None = None) -> Base64:
 
 def from_base64(text: str) -> Floats:
     """The array that was kept, bit for bit. It can be written to."""
-    return (
-        text.values.copy() if isinstance(text, Base64) else np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
-    )
+    if isinstance(text, Base64):
+        return text.values.copy()
+    return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
 
 
 def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int = 1) -> Completion:
@@ -183,7 +183,9 @@ def _read(raw: bytes, redact: Redact) -> tuple[JsonObject, list[JsonObject]]:
 def _prompt_tokens(row: object) -> int:
     meta = row.get("meta_info") if isinstance(row, dict) else None
     tokens = meta.get("prompt_tokens") if isinstance(meta, dict) else 0
-    return tokens if type(tokens) is int else 0
+    if type(tokens) is int:
+        return tokens
+    return 0
 
 
 def _score(row: JsonObject) -> object:

@@ -107,7 +107,9 @@ def _parsed(url: str) -> URL:
         parsed = URL(url)
     except ValueError:
         return URL()
-    return parsed if parsed.scheme in ("http", "https") else URL()
+    if parsed.scheme in ("http", "https"):
+        return parsed
+    return URL()
 
 
 def beside(url: HiddenUrl, headers: HiddenDict, extras: Extras) -> tuple[HiddenUrl, HiddenDict]:

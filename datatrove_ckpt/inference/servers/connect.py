@@ -133,7 +133,7 @@ class ExternalServers:
         self.outage = Outage(ready_window(config), time.monotonic, config.name)
         self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
         self.api_key = config.endpoint_api_key()
-        self._headers = self.api_key.headers() if self.api_key is not None else None
+        self._headers = None if self.api_key is None else self.api_key.headers()
 
     async def ask(self) -> list[EndpointAnswer]:
         """Asks each of them once which models it serves."""
@@ -151,7 +151,8 @@ class ExternalServers:
             ServerRefused: a server answered 401 or 403.
             ServerStartFailed: no server answered within that window.
         """
-        window, said = self.outage.patience, self.config.said
+        window = self.outage.patience
+        said = self.config.said
         started = time.monotonic()
         said_at = started - _SAY_AGAIN
         failures = 0
@@ -169,7 +170,8 @@ class ExternalServers:
                     )
                 self.urls = [answer.api for answer in answers if answer.api is not None]
                 return
-            failures, unreachable = failures + 1, ": HTTP " not in causes[0]
+            failures = failures + 1
+            unreachable = ": HTTP " not in causes[0]
             self.outage.begun(unreachable, started)
             delay = retrying.ENDPOINT.wait(failures)
             now = time.monotonic()
@@ -225,14 +227,17 @@ async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> End
 
     datatrove appends /v1 to the URL of a local server, and nothing to another one.
     """
-    target, below = url.api("models"), url.join("v1")
+    target = url.api("models")
+    below = url.join("v1")
     api = None if url.may_lack_version else url
     try:
         response = await _get(target, headers, proxied)
         if api is None and response.status != 200:
             found = await _get(below.api("models"), headers, proxied)
             if found.status == 200:
-                response, url, target = found, below, below.api("models")
+                response = found
+                url = below
+                target = below.api("models")
     except ExchangeFailed as error:
         return EndpointAnswer(str(target), str(error), api=api)
     status = response.status
@@ -254,7 +259,9 @@ def _listed(body: bytes) -> list[str] | None:
     try:
         data = orjson.loads(memoryview(body))["data"]  # orjson takes no subclass of bytes
         found = [str(one["id"]) for one in data if isinstance(one, dict) and "id" in one]
-        return found if isinstance(data, list) else None
+        if isinstance(data, list):
+            return found
+        return None
     except (ValueError, TypeError, KeyError):
         return None
 

@@ -105,7 +105,9 @@ def _numbers(text: object, count: int) -> list[float]:
 
 
 def _listed(texts: Any) -> list[Any]:
-    return texts if isinstance(texts, list) else [texts]
+    if isinstance(texts, list):
+        return texts
+    return [texts]
 
 
 def _embeddings(payload: _Payload) -> _Payload:

@@ -132,8 +132,13 @@ class Guardian:
             self._terminate()
         self._kill_descendants()
         status = self.server_status
-        code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
-        return code if code >= 0 else 128 - code
+        if status is not None:
+            code = os.waitstatus_to_exitcode(status)
+        else:
+            code = -signal.SIGKILL
+        if code >= 0:
+            return code
+        return 128 - code
 
     def _launch(self) -> None:
         guardian = os.getpid()
@@ -193,7 +198,9 @@ class Guardian:
         Computed again at each look: the pipe of a runner that is killed closes before the runner counts as dead, and a
         runner may die during the wait.
         """
-        return self.stop_timeout if os.getppid() == self._runner else min(self.stop_timeout, _ORPHAN_TIMEOUT)
+        if os.getppid() == self._runner:
+            return self.stop_timeout
+        return min(self.stop_timeout, _ORPHAN_TIMEOUT)
 
     def _kill_descendants(self) -> None:
         """Send SIGKILL until the process table shows no descendant: a dying process may still have forked."""

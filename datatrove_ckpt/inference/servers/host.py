@@ -76,7 +76,10 @@ class ServerHost:
         try:
             watch = await asyncio.shield(one.ready)
             if was_ready and sender.on_server is not None:  # others have seen the start
-                what = "ready" if config.server_type == "endpoint" else "reused"
+                if config.server_type == "endpoint":
+                    what = "ready"
+                else:
+                    what = "reused"
                 for index, target in enumerate(one.servers.router.targets):
                     if target.up:
                         sender.on_server(what, config.server_name(index), str(target.url), "")

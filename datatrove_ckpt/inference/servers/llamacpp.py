@@ -27,7 +27,8 @@ from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usabl
 _WARNINGS = 2
 
 # Kinds of values in a GGUF header, and how many bytes those of one length have.
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 # Of xllamacpp.CommonParams, which has no type hints, hence ``Any``.
@@ -119,7 +120,8 @@ def lacks_pooling(path: str) -> bool:
 def _named(file: IO[bytes]) -> bytes:
     """The next name of a GGUF header; its value is passed over."""
     name = file.read(*_unpack("Q", file))
-    kind, count = *_unpack("I", file), 1
+    (kind,) = _unpack("I", file)
+    count = 1
     if kind == _ARRAY:
         kind, count = _unpack("IQ", file)
     if kind != _STRING:

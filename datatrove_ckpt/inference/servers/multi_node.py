@@ -35,7 +35,8 @@ from datatrove_ckpt.inference.servers.node import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 
-_START, _DIED = b"start\n", b"died\n"
+_START = b"start\n"
+_DIED = b"died\n"
 _RETRY_DELAY = 0.5  # seconds
 # TCP keepalive: seconds of silence, seconds between probes, and failed probes after which a host counts as lost. A
 # host that loses power closes no connection.
@@ -182,7 +183,8 @@ async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.Strea
         ServerStartFailed: the head node has another link key than this one.
     """
     window = config.server_ready_max_attempts * config.server_ready_delay_sec
-    head, port = nodes.hosts[0], config.master_port + 1
+    head = nodes.hosts[0]
+    port = config.master_port + 1
     try:
         async with asyncio.timeout(window):
             while True:
@@ -223,7 +225,8 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
 # all nodes share, and argv and the pickled step are readable for others. A connection has a deadline for its proof.
 
 
-HEAD, WORKER = b"head", b"worker"
+HEAD = b"head"
+WORKER = b"worker"
 """The role of the node that makes a proof. It is part of the proof, so that no proof can be sent back to its maker."""
 
 MAX_LINE = 1024
@@ -259,7 +262,9 @@ async def authenticate(
                 return None
             writer.write(_proof(own, peer_challenge.strip()) + b"\n")
             proof = await read_line(reader)
-            return hmac.compare_digest(proof.strip(), _proof(peer, challenge)) if proof else None
+            if proof:
+                return hmac.compare_digest(proof.strip(), _proof(peer, challenge))
+            return None
     except TimeoutError:
         return None
 

@@ -69,7 +69,8 @@ class ServerRecord:
         started = {process.pid: process.started for process in process_table()}
         if guardian not in started or os.getpid() not in started:
             return None
-        status, pid = os.fstat(log), os.getpid()
+        status = os.fstat(log)
+        pid = os.getpid()
         log_file = (status.st_dev, status.st_ino)
         record = cls(name, (pid, started[pid]), (guardian, started[guardian]), log_file)
         try:
@@ -267,7 +268,10 @@ async def lease_gpus(configs: Sequence[InferenceConfig], without: Collection[str
         ConfigError: there are GPUs, but too few.
     """
     await asyncio.to_thread(end_leftovers)
-    leases = {one.name: [GpuLease() for _ in range(one.replicas)] for one in configs if one.name not in without}
+    leases: dict[str, list[GpuLease]] = {}
+    for config in configs:
+        if config.name not in without:
+            leases[config.name] = [GpuLease() for _ in range(config.replicas)]
     try:
         await _share_gpus(configs, leases)
         for config in configs:
@@ -322,7 +326,8 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
         ConfigError: other ranks hold too many of them.
     """
     folder = _lock_folder()
-    began, said = time.monotonic(), False
+    began = time.monotonic()
+    said = False
     while True:
         locked = _try_lock_gpus(folder, visible, needed)
         if locked is not None:

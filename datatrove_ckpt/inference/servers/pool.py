@@ -122,7 +122,10 @@ class ServerPool:
         Raises:
             ServerDied: a node was lost.
         """
-        watch = self._head.watch() if self._head is not None else wait_until_cancelled()
+        if self._head is not None:
+            watch = self._head.watch()
+        else:
+            watch = wait_until_cancelled()
         node_lost: asyncio.Future[None] = asyncio.ensure_future(watch)
         tasks = [*map(asyncio.ensure_future, work), node_lost]
         left = {*tasks}
@@ -139,7 +142,8 @@ class ServerPool:
     def _new_servers(self, leases: list[GpuLease]) -> list[InferenceServer]:
         """Servers that are not started yet, each with its lease."""
         if (head := self._head) is not None:
-            nodes, launch = head.nodes, head.start_workers
+            nodes = head.nodes
+            launch = head.start_workers
             return [InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)]
         return [InferenceServer(self.config, self.rank, index, lease) for index, lease in enumerate(leases)]
 
@@ -211,7 +215,10 @@ class ServerSupervisor:
     def __post_init__(self) -> None:
         self.target = self.model_servers.add(self.probe)
         self.restarts = 0
-        which = f"Server {self.index}" if self.config.replicas > 1 else "The server"
+        if self.config.replicas > 1:
+            which = f"Server {self.index}"
+        else:
+            which = "The server"
         self._name = f"{self.config.said}{which} of rank {self.rank}"
         self._death = Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -278,7 +285,9 @@ class ServerSupervisor:
             for task in started:
                 task.cancel()
             await asyncio.gather(*started, return_exceptions=True)
-        return cause if "\n" in cause else await self.server.report(cause)
+        if "\n" in cause:
+            return cause
+        return await self.server.report(cause)
 
     def mark_dead(self, cause: str) -> None:
         if not self._death_cause.done():
@@ -353,16 +362,22 @@ class ServerSupervisor:
         Returns:
             The tokens that the engine has counted; None if it has no metrics or no requests.
         """
-        metrics = await self._metrics(seconds) if self.target.attempts else None
+        if self.target.attempts:
+            metrics = await self._metrics(seconds)
+        else:
+            metrics = None
         if metrics is not None and tokens is not None and metrics.tokens != tokens:
             self.target.mark_alive()
-        in_flight, timeout = len(self.target.attempts), self.config.hang_timeout
+        in_flight = len(self.target.attempts)
+        timeout = self.config.hang_timeout
         if in_flight and time.monotonic() - self.target.alive_at >= timeout:
             self.mark_dead(
                 f"hangs: it has {in_flight} requests, and answered none and counted no token for {timeout:g} s "
                 "(hang_timeout)"
             )
-        return metrics.tokens if metrics is not None else None
+        if metrics is not None:
+            return metrics.tokens
+        return None
 
     async def _metrics(self, seconds: float) -> Metrics | None:
         server = self.server

@@ -38,10 +38,14 @@ async def request_health(url: str, headers: HiddenDict, engine: Engine, seconds:
     try:
         status = (await get(HiddenUrl(f"{url}/{path}"), headers, seconds)).status
     except ExchangeFailed as error:
-        return NO_ANSWER if error.kind == "TimeoutError" else f"gives {error.kind}"
+        if error.kind == "TimeoutError":
+            return NO_ANSWER
+        return f"gives {error.kind}"
     except TooManyOpenFiles:
         return None  # says nothing about the server
-    return f"answers HTTP {status}" if status >= 500 else None
+    if status >= 500:
+        return f"answers HTTP {status}"
+    return None
 
 
 # Reads an engine's /metrics (Prometheus text format): running, waiting and preempted requests, tokens.
@@ -70,7 +74,10 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name and name in (running, waiting, preemptions, *tokens):
-            value = line[line.rindex("}") + 1 :] if "}" in line else line[len(name) :]
+            if "}" in line:
+                value = line[line.rindex("}") + 1 :]
+            else:
+                value = line[len(name) :]
             found[name] = found.get(name, 0.0) + float(value.split()[0])
     if not found:
         return None
@@ -84,7 +91,9 @@ async def read_metrics(url: str, headers: HiddenDict, engine: Engine, seconds: f
         return None
     try:
         response = await get(HiddenUrl(f"{url}/metrics"), headers, seconds)
-        return parse_metrics(engine.metrics, response.body.decode()) if response.status == 200 else None
+        if response.status == 200:
+            return parse_metrics(engine.metrics, response.body.decode())
+        return None
     except (ExchangeFailed, TooManyOpenFiles, ValueError):
         return None
 
@@ -144,10 +153,14 @@ class Admission:
             metrics: of the engine, now.
             in_flight: requests in flight at it, as the client counts them.
         """
-        last, self._last = self._last, metrics
+        last = self._last
+        self._last = metrics
         if metrics == last:
             return
-        usual = min(self._on_the_way) if len(self._on_the_way) == _USUAL_SAMPLES else 0.0
+        if len(self._on_the_way) == _USUAL_SAMPLES:
+            usual = min(self._on_the_way)
+        else:
+            usual = 0.0
         on_the_way = max(0.0, in_flight - metrics.running - metrics.waiting)
         self._on_the_way.append(on_the_way)
         self.target = math.ceil(max(_LEAST_TARGET, metrics.running / _RUNNING_PER_WAITING, usual))
@@ -176,7 +189,8 @@ async def adapt_admission(
         read: gives the engine's metrics; takes the seconds that they may take.
         admission: new for each process of the server.
     """
-    started, seen = time.monotonic(), False
+    started = time.monotonic()
+    seen = False
     while seen or time.monotonic() - started < _WAIT_FOR_METRICS_SECONDS:
         await asyncio.sleep(_SAMPLE_SECONDS)
         metrics = await read(_METRICS_TIMEOUT)

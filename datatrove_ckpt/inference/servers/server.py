@@ -114,7 +114,9 @@ class InferenceServer:
     @property
     def headers(self) -> HiddenDict:
         """The HTTP header with the key; empty if there is none. A session that holds it would show it to tracebacks."""
-        return self.api_key.headers() if self.api_key else HiddenDict()
+        if self.api_key:
+            return self.api_key.headers()
+        return HiddenDict()
 
     async def take_over(self, config: InferenceConfig, rank: int) -> bool:
         """Let a server that an earlier rank started serve this one.
@@ -125,12 +127,16 @@ class InferenceServer:
         Returns:
             False if it does not run, or is not well: then it is stopped.
         """
-        self.config, self.rank = config, rank
+        self.config = config
+        self.rank = rank
         if self._process is None:
             return False
         problem = await self._lasting_problem()
         whose = f"that rank {self.started_by} started (log {self._log_path})"
-        which = f"server {self.replica}" if config.replicas > 1 else "the server"
+        if config.replicas > 1:
+            which = f"server {self.replica}"
+        else:
+            which = "the server"
         if problem is not None:
             logger.warning(
                 f"{config.said}Rank {rank} cannot take over {which} {whose}: it {problem}. It is started anew."
@@ -191,7 +197,8 @@ class InferenceServer:
         log = await asyncio.to_thread(self._open_log)
         self.on_launch()
         try:
-            self._process, self.started_by = self._spawn(log), self.rank
+            self._process = self._spawn(log)
+            self.started_by = self.rank
             self._record = await asyncio.to_thread(ServerRecord.create, self.name, self._process.pid, log)
         finally:
             os.close(log)
@@ -260,7 +267,8 @@ class InferenceServer:
         return f"{self.config.said}{line}"
 
     async def _wait_until_answering(self) -> None:
-        longest, failures = self.config.server_ready_delay_sec, 0
+        longest = self.config.server_ready_delay_sec
+        failures = 0
         while not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
             failures += 1
             await asyncio.sleep(min(longest, retrying.READY.wait(failures)))
@@ -268,11 +276,14 @@ class InferenceServer:
     def _log(self) -> str:
         """The end of what the process has written, without secrets."""
         redact = Redactor(*self.headers.values())
-        return redact(read_log(self._log_path, self._log_start)) if self._log_path is not None else ""
+        if self._log_path is not None:
+            return redact(read_log(self._log_path, self._log_start))
+        return ""
 
     async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:
         """``what`` is wrong with the server, with its command and the end of its log; and the cause, if it is known."""
-        log, said = await asyncio.to_thread(self._log), f"The {self.config.server_type} server {what}."
+        log = await asyncio.to_thread(self._log)
+        said = f"The {self.config.server_type} server {what}."
         cause = find_cause(exit_code, log)
         return report(said, self._command.argv, self._log_path, log, cause), cause
 
@@ -321,7 +332,8 @@ class InferenceServer:
         if self._record is not None:
             self._record.remove()
             self._record = None
-        self.url, self.api_key = "", None
+        self.url = ""
+        self.api_key = None
         if self._log_path is not None and self.config.server_log_folder is None:
             self._log_path.unlink(missing_ok=True)
         self._log_path = None
@@ -378,7 +390,10 @@ async def wait_for_first(
 def starting_line(name: str, waited: float, window: float, path: Path | None, log: str) -> str:
     """What a server says while it starts. ``log``: what it has written to the file."""
     last = last_line(log)
-    said = f"The last line of its log ({path}): {last}" if last else f"Its log is empty so far ({path})."
+    if last:
+        said = f"The last line of its log ({path}): {last}"
+    else:
+        said = f"Its log is empty so far ({path})."
     return f"The {name} server is starting, {waited:.0f} s of at most {window:.0f} s. {said}"
 
 
@@ -519,7 +534,10 @@ def find_cause(exit_code: int | None, log: str) -> Cause | None:
         return Cause("The command was not found, or is not executable.", permanent=True)
     if missing := _MODULE.search(log):
         name = missing[1]
-        package = f"'datatrove-ckpt[{_EXTRAS[name]}]'" if name in _EXTRAS else name.partition(".")[0]
+        if name in _EXTRAS:
+            package = f"'datatrove-ckpt[{_EXTRAS[name]}]'"
+        else:
+            package = name.partition(".")[0]
         return Cause(f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True)
     for cause, pattern in _CAUSES:
         if exit_code is not None and re.search(pattern, log, re.IGNORECASE):
@@ -545,7 +563,9 @@ def last_line(log: str) -> str:
     for line in reversed(log.replace("\r", "\n").split("\n")):
         shown = "".join(part if part.isprintable() else " " for part in _ESCAPE.sub("", line)).strip()
         if shown:
-            return shown if len(shown) <= _SHOWN_LINE else f"{shown[:_SHOWN_LINE]}..."
+            if len(shown) <= _SHOWN_LINE:
+                return shown
+            return f"{shown[:_SHOWN_LINE]}..."
     return ""
 
 
@@ -568,6 +588,10 @@ def redacted_command(argv: tuple[str, ...]) -> str:
     for part in argv:
         flag = _FLAG.match(part)
         is_secret = flag is not None and may_name_secret(flag[1])
-        shown.append(HIDDEN if hide_next else f"--{flag[1]}={HIDDEN}" if flag and is_secret and flag[2] else part)
+        if hide_next:
+            part = HIDDEN
+        elif flag and is_secret and flag[2]:
+            part = f"--{flag[1]}={HIDDEN}"
+        shown.append(part)
         hide_next = is_secret and flag is not None and not flag[2]
     return " ".join(shown)

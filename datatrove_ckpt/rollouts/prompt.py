@@ -85,7 +85,8 @@ class PromptRollout(OneRequest):
     media_urls: list[str] | None = None
 
     def __post_init__(self) -> None:
-        name, template = self.first_template, getattr(self, self.first_template)
+        name = self.first_template
+        template = getattr(self, name)
         if self.images is None:
             check_template(template, name)
         else:  # the documents differ in their media, so a prompt may say the same to all
@@ -179,13 +180,19 @@ def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
         ConfigError: its payloads are for the other kind of request, so every request would be rejected; or see
             ``ReadyMade.for_config``.
     """
-    chats = rollout_fn.uses_chat if isinstance(rollout_fn, ReadyMade) else True if rollout_fn is chat else None
+    chats = None
+    if rollout_fn is chat:
+        chats = True
+    elif isinstance(rollout_fn, ReadyMade):
+        chats = rollout_fn.uses_chat
     name = getattr(rollout_fn, "__name__", type(rollout_fn).__name__)
     if config.use_chat and chats is False:
         raise ConfigError(f"use_chat: {name} sends plain completions; set use_chat to false.")
     if not config.use_chat and chats:
         raise ConfigError(f"use_chat: {name} sends chat messages; set use_chat to true, or use CompletionRollout.")
-    return rollout_fn.for_config(config) if isinstance(rollout_fn, ReadyMade) else rollout_fn
+    if isinstance(rollout_fn, ReadyMade):
+        return rollout_fn.for_config(config)
+    return rollout_fn
 
 
 async def filled_text(rollout: WholeText, template: str, document: Document) -> str:
@@ -257,10 +264,16 @@ def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int,
         return text
     room = max(0, limit - counter.count(fill(""))) // times
     end = _end_of(text, room, counter)
-    cut = text if end >= len(text) else _whole_lines(text, end)
+    cut = text
+    if end < len(text):
+        cut = _whole_lines(text, end)
     # A template's tokens and a text's tokens are not exactly those of the two together.
-    while cut and (excess := counter.count(fill(cut)) - limit) > 0:
-        if not (starts := counter.starts(cut)):
+    while cut:
+        excess = counter.count(fill(cut)) - limit
+        if excess <= 0:
+            return cut
+        starts = counter.starts(cut)
+        if not starts:
             return ""
         cut = _whole_lines(cut, starts[max(0, len(starts) - -(-excess // times))])
     return cut
@@ -280,4 +293,6 @@ def _end_of(text: str, room: int, counter: TokenCounter) -> int:
 
 def _whole_lines(text: str, end: int) -> str:
     line = text.rfind("\n", 0, end + 1)
-    return text[: line if line > 0 else end]
+    if line > 0:
+        return text[:line]
+    return text[:end]

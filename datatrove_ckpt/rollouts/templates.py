@@ -44,14 +44,18 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
         text: object = document.text
         if isinstance(text, list):
             document.text = text = MessagesText.of(_checked(document, "text", text))
-        return text.messages if isinstance(text, MessagesText) else str(text)
+        if isinstance(text, MessagesText):
+            return text.messages
+        return str(text)
     if column not in document.metadata:
         raise lacks(document, "prompt_column", column)
     value = document.metadata[column]
     if isinstance(value, list):
         return _checked(document, column, value)
     if value is None or isinstance(value, dict):
-        shown = "null" if value is None else "a mapping"
+        shown = "a mapping"
+        if value is None:
+            shown = "null"
         raise ConfigError(
             f"prompt_column: {column!r} of document {document.id!r} is {shown}, and neither a text nor a list of "
             "messages. Filter such documents out before the InferenceRunner."
@@ -61,8 +65,9 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
 
 def with_system(system_prompt: str | None, messages: Messages) -> Messages:
     """The messages after the system message, unless they begin with one of their own."""
-    own = bool(messages) and messages[0]["role"] == "system"
-    return messages if own or system_prompt is None else [{"role": "system", "content": system_prompt}, *messages]
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def _checked(document: Document, place: str, value: list[Any]) -> Messages:
@@ -100,7 +105,9 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
         if "{text}" in template:
             raise ConfigError(f"{setting}: has both {{text}} and {_DOCUMENT}; use one of them for the document's text.")
         for literal in template.split(_DOCUMENT):
-            parts += [(literal, "", "")] * bool(literal) + [("", "text", "")]
+            if literal:
+                parts.append((literal, "", ""))
+            parts.append(("", "text", ""))
         return tuple(parts[:-1])
     try:
         parsed = list(Formatter().parse(template))
@@ -113,10 +120,17 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
             continue
         match = _FIELD.fullmatch(field)
         if match is None or spec or conversion:
-            written = field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            raise ConfigError(f"{setting}: {{{written}}} cannot be filled in; {_ALLOWED}.")
-        name, key = ("metadata", match[1]) if match[1] else ("key", field)
-        parts.append(("", field, "") if field in _OWN else ("", name, key))
+            if conversion:
+                field += f"!{conversion}"
+            if spec:
+                field += f":{spec}"
+            raise ConfigError(f"{setting}: {{{field}}} cannot be filled in; {_ALLOWED}.")
+        if field in _OWN:
+            parts.append(("", field, ""))
+        elif match[1]:
+            parts.append(("", "metadata", match[1]))
+        else:
+            parts.append(("", "key", field))
     return tuple(parts)
 
 

@@ -60,8 +60,9 @@ from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.pool_signals import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.readers.pipeline import StepStats, steps_before
+from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.readers.step_stats import StepStats
 from datatrove_ckpt.rollouts import Rollout
 
 if TYPE_CHECKING:

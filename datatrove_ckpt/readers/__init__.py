@@ -5,11 +5,13 @@
     tables.py          ParquetReader, IpcReader; files of Arrow and Parquet, opened; rows taken out of tables
     huggingface.py     HuggingFaceDatasetReader; dataset_source.py: the dataset as its input
     revisions.py       the commit of a dataset on the hub that all ranks read
-    positions.py       how a position gets from a document to the checkpoint and back; how much is done
+    positions.py       how a position gets from a document to the checkpoint and back
+    extent.py          how large the input is, and how much of it is done
     inputs.py          the files of an input: listed, recorded, and still those that the position was made for
     compressed.py      compressed files as streams; a damaged one is an error
     input_errors.py    explains an input that has rows but no document
-    pipeline.py        the steps before a runner: their readers, and their stats; shard.py: their description
+    pipeline.py        the readers among the steps before a runner; step_stats.py: the stats of these steps
+    shard.py           what a rank has read, and the description of these steps
     permutations.py    shuffled orders
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files

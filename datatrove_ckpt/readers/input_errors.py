@@ -54,14 +54,16 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
         NoDocument: always, but for such a file.
     """
     folder = reader.data_folder.path
-    if text := explain(reader, name, damaged):
+    text = explain(reader, name, damaged)
+    if text:
         raise NoDocument(f"This task's input holds no document, although {name!r} in {folder} is not empty. {text}")
 
 
 def read_line(file: Any, size: int = MAX_LINE_BYTES) -> bytes:
     """The next line of a file, or its first ``size`` bytes."""
-    at_most = () if isinstance(file, AbstractBufferedFile) else (size,)  # fsspec's readline takes no size
-    return bytes(file.readline(*at_most))
+    if isinstance(file, AbstractBufferedFile):  # fsspec's readline takes no size
+        return bytes(file.readline())
+    return bytes(file.readline(size))
 
 
 def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
@@ -84,7 +86,11 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
         magic = file.read(6)
         file.seek(0)
         if magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):  # the last one: a stream of Arrow
-            table, use = ("Parquet", ParquetReader) if magic.startswith(b"PAR1") else ("Arrow", IpcReader)
+            table = "Arrow"
+            use = IpcReader
+            if magic.startswith(b"PAR1"):
+                table = "Parquet"
+                use = ParquetReader
             if isinstance(reader, use):
                 return _explain_row(reader, _first_table_row(file, magic), damaged)
             return f"This is a file in the format {table}: use {use.__name__}, or move the file out of the folder."
@@ -173,21 +179,25 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
             "the commit (a branch or tag that holds it), or start from the beginning: with another "
             "checkpoints_local_dir, output_folder and logging_dir."
         )
-    if on_hub and (refused := hub_refusal(error)):
-        return f"The dataset {dataset!r} cannot be opened: {refused}."
     what = f"The dataset {dataset!r} cannot be opened: {one_line(error)}."
+    if not on_hub:
+        return f"{what} Correct dataset and dataset_options."
+    refused = hub_refusal(error)
+    if refused:
+        return f"The dataset {dataset!r} cannot be opened: {refused}."
     token = "; for a private or gated dataset, set HF_TOKEN to a token of an account that may read it"
-    if on_hub and http_status(error) is None and isinstance(error, ValueError):
+    if http_status(error) is not None:
+        return f"{what} Correct dataset and dataset_options{token}."
+    if isinstance(error, ValueError):
         return f"{what} Correct dataset_options."  # a split or a config that is not there
-    if on_hub and http_status(error) is None:
-        return f"{what} Check the network and HF_ENDPOINT, and correct dataset and dataset_options{token}."
-    return f"{what} Correct dataset and dataset_options{token if on_hub else ''}."
+    return f"{what} Check the network and HF_ENDPOINT, and correct dataset and dataset_options{token}."
 
 
 def one_line(error: BaseException) -> str:
     """datasets says of each error in a file that one occurred; its cause says which."""
-    cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else None
-    return library_line(cause) if cause else library_line(error)
+    if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
+        return library_line(error.__cause__)
+    return library_line(error)
 
 
 def is_on_hub(folder: DataFolder) -> bool:
@@ -216,15 +226,14 @@ def naming_hub_input(
     except Exception as error:
         is_denied = missing and isinstance(error, PermissionError) and "s3" in getattr(folder.fs, "protocol", ())
         if is_denied or (type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError)):
-            what = f"The input file {name!r} in" if name else "The input"
             raise InputError(
-                f"{what} {folder.resolve_paths('')!r} cannot be read: {library_line(error)}. Check the credentials "
+                f"{_described(folder, name)} cannot be read: {library_line(error)}. Check the credentials "
                 "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the endpoint and the network."
             ) from error
         of_the_client = type(error).__module__.startswith(libraries)
         if not is_on_hub(folder) or not (of_the_client or (missing and isinstance(error, _MISSING))):
             raise
-        raise InputError(_explain_folder(folder.resolve_paths(""), name, error)) from error
+        raise InputError(_explain_folder(_described(folder, name), error)) from error
 
 
 def no_files(folder: DataFolder) -> InputError:
@@ -235,14 +244,21 @@ def no_files(folder: DataFolder) -> InputError:
     )
 
 
-def _explain_folder(folder: str, name: str, error: BaseException) -> str:
-    what = f"The input file {name!r} in {folder}" if name else f"The input {folder!r}"
-    if refused := hub_refusal(error):
+def _described(folder: DataFolder, name: str) -> str:
+    where = repr(folder.resolve_paths(""))
+    if name:
+        return f"The input file {name!r} in {where}"
+    return f"The input {where}"
+
+
+def _explain_folder(what: str, error: BaseException) -> str:
+    refused = hub_refusal(error)
+    if refused:
         return f"{what} cannot be read: {refused}."
     what += f" cannot be read: {one_line(error)}."
-    kind, text, status = type(error).__name__, str(error), http_status(error)
+    kind = type(error).__name__
     may_read = "set HF_TOKEN to a token of an account that may read it"
-    if "Revision" in kind or "(revision not found)" in text:
+    if "Revision" in kind or "(revision not found)" in str(error):
         return f"{what} Correct the branch, tag or commit after the @ in data_folder."
     if "EntryNotFound" in kind:
         return (
@@ -251,6 +267,6 @@ def _explain_folder(folder: str, name: str, error: BaseException) -> str:
         )
     if isinstance(error, _MISSING):
         return f"{what} Correct data_folder, or restore the repository; if it is private or gated, {may_read}."
-    if status == 404:
+    if http_status(error) == 404:
         return f"{what} Correct data_folder, or {may_read}."
     return f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."

@@ -90,15 +90,20 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         self.stop_on_bad_line = stop_on_bad_line
 
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
-        if self._codec(name) is None:
-            self._file_extent.first, self._file_extent.per = (0, 1.0) if self.shuffle_seed is None else (1, _BLOCK)
+        is_plain = self._codec(name) is None
         if self.shuffle_seed is None:
+            if is_plain:
+                self._file_extent.per = 1.0
             return self._read_in_order(name, file_position, row_shard)
+        if is_plain:
+            self._file_extent.first = 1
+            self._file_extent.per = _BLOCK
         return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
 
     def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
-        offset, number = file_position[:2] if file_position else (0, 0)
-        (index, count), extent = row_shard, self._file_extent
+        offset, number = file_position[:2] or (0, 0)
+        index, count = row_shard
+        extent = self._file_extent
         with self._open(name) as file:
             head = xxh3_64(self._skip(file, offset, name))
             if offset and self._codec(name) is None:
@@ -203,15 +208,24 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _damaged(self, name: str, id_in_file: int | str, error: object) -> None:
         self.stat_update("damaged_lines")
-        where = f"line {id_in_file + 1}" if isinstance(id_in_file, int) else f"the line at byte {id_in_file[1:]}"
+        if isinstance(id_in_file, int):
+            where = f"line {id_in_file + 1}"
+        else:
+            where = f"the line at byte {id_in_file.removeprefix('@')}"
         if self.stop_on_bad_line:
             raise DamagedLine(
                 f"`{name}`, {where}: {error}. Fix or remove the line, or set stop_on_bad_line to false to count such "
                 "lines and continue."
             )
-        if (count := self.stats["damaged_lines"].total) <= _LOGGED:
-            more = ". Save it as UTF-8" * ("UTF-8" in str(error)) + "; others are only counted" * (count == _LOGGED)
-            logger.warning(f"Error when reading `{name}`, {where}: {error}{more}")
+        count = self.stats["damaged_lines"].total
+        if count > _LOGGED:
+            return
+        advice = ""
+        if "UTF-8" in str(error):
+            advice = ". Save it as UTF-8"
+        if count == _LOGGED:
+            advice += "; others are only counted"
+        logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
 
     # Files ---------------------------------------------------------------------------------------------------------
 
@@ -250,13 +264,18 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             head = self._skip(file, start, name)
             line = _read_exactly(file, offset - start, name)
             head += line[: max(0, _HEAD - start)]
-            following = b"" if line.endswith((b"\n", b"\r")) else file.read(1)
-        if xxh3_64_intdigest(line, xxh3_64_intdigest(head) if with_head else 0) & PLAIN_INTEGER != line_hash:
+            following = b""
+            if not line.endswith((b"\n", b"\r")):
+                following = file.read(1)
+        seed = 0
+        if with_head:
+            seed = xxh3_64_intdigest(head)
+        if xxh3_64_intdigest(line, seed) & PLAIN_INTEGER != line_hash:
             raise CheckpointMismatch(
-                f"The input file {name!r} has changed before byte {offset}{'' if is_plain else ' of its content'}, the "
-                f"saved position. {remedy()}"
+                f"The input file {name!r} has changed before byte {offset} of its content, the saved position. "
+                + remedy()
             )
-        if following not in ((b"", b"\n", b"\r") if is_plain else (b"",)):
+        if following and not (is_plain and following in b"\n\r"):
             raise CheckpointMismatch(
                 f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
                 f"and has grown. {remedy()}"
@@ -303,7 +322,7 @@ def _opens_array(line: bytes) -> bool:
 
 
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
-    data = file.read(count) if count else b""
+    data = file.read(count)
     if len(data) < count:
         raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. {remedy()}")
     return data
@@ -337,7 +356,8 @@ def _block(file: IO[bytes], name: str, number: int) -> tuple[int, list[bytes]]:
     block = file.read((number + 1) * _BLOCK - start)
     if number:
         head = block.find(b"\n") + 1
-        start, block = start + head, block[head:] if head else b""
+        start += head
+        block = block[head:] if head else b""
     if block and not block.endswith(b"\n"):
         block += _rest_of_line(file, name)
     return start, block.splitlines(keepends=True)
@@ -346,11 +366,14 @@ def _block(file: IO[bytes], name: str, number: int) -> tuple[int, list[bytes]]:
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
     """Reads the end of a line that had none when it was read as the last one."""
     file.seek(offset - 1)
-    last, following = file.read(1), file.read(2)
+    last = file.read(1)
+    following = file.read(2)
     length = 0
     if last != b"\n" and following[:1] == b"\n":
         length = 1
     elif last not in (b"\n", b"\r") and following[:1] == b"\r":
-        length = 2 if following == b"\r\n" else 1
+        length = 1
+        if following == b"\r\n":
+            length = 2
     file.seek(offset + length)
     return following[:length]

@@ -9,6 +9,7 @@ copy on another node has another.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -55,9 +56,11 @@ class ShardRecord:
     pipeline: list[StepRecord] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        readers = [{**asdict(reader), "files": [list(file) for file in reader.files]} for reader in self.readers]
-        steps = {} if self.pipeline is None else {"pipeline": [asdict(step) for step in self.pipeline]}
-        return {"skipped": self.skipped.to_json(), "readers": readers} | steps
+        readers = [asdict(reader) | {"files": list(map(list, reader.files))} for reader in self.readers]
+        content: dict[str, Any] = {"skipped": self.skipped.to_json(), "readers": readers}
+        if self.pipeline is not None:
+            content["pipeline"] = list(map(asdict, self.pipeline))
+        return content
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:
@@ -71,12 +74,13 @@ class ShardRecord:
             content = read_shard(path)
             if "readers" not in content or content.get("version") != SHARD_VERSION:
                 return None
-            readers = [
-                ReaderRecord(**{**reader, "files": [FileRecord(*file) for file in reader["files"]]})
-                for reader in content["readers"]
-            ]
-            pipeline = [StepRecord(**step) for step in content["pipeline"]] if "pipeline" in content else None
-            return cls(readers, SkippedLines.from_json(content["skipped"]), pipeline)
+            record = cls(skipped=SkippedLines.from_json(content["skipped"]))
+            for reader in content["readers"]:
+                files = list(itertools.starmap(FileRecord, reader["files"]))
+                record.readers.append(ReaderRecord(**(reader | {"files": files})))
+            if "pipeline" in content:
+                record.pipeline = [StepRecord(**step) for step in content["pipeline"]]
+            return record
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 f"{path} cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody notices if the "
@@ -123,18 +127,20 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
         step = step.func
     if not isinstance(step, PipelineStep) and not callable(step):
         return StepRecord(_DOCUMENTS)
-    code = code_of(step if hasattr(step, "__qualname__") else type(step))
+    described: Any = step if hasattr(step, "__qualname__") else type(step)
+    code = code_of(described)
     if isinstance(step, BaseDiskReader):
         return StepRecord("reader", code)
-    if isinstance(step, PipelineStep):
-        cls = type(step)
-        settings = {name: value for name, value in getattr(step, "__dict__", {}).items() if name not in _NO_SETTINGS}
-        has_settings = cls.__module__.startswith(STATELESS_PACKAGES)
-        # The package alone: a module may move from one release to the next.
-        package = cls.__module__.partition(".")[0]
-        return StepRecord(f"{package}.{cls.__qualname__}", (plain_settings(settings) if has_settings else {}) | code)
-    name = getattr(step, "__qualname__", None)
-    return StepRecord((name if isinstance(name, str) else type(step).__qualname__).rpartition("<locals>.")[2], code)
+    if not isinstance(step, PipelineStep):
+        return StepRecord(described.__qualname__.rpartition("<locals>.")[2], code)
+    cls = type(step)
+    # The package alone: a module may move from one release to the next.
+    package = cls.__module__.partition(".")[0]
+    settings = {}
+    if cls.__module__.startswith(STATELESS_PACKAGES):
+        own = {name: value for name, value in vars(step).items() if name not in _NO_SETTINGS}
+        settings = plain_settings(own)
+    return StepRecord(f"{package}.{cls.__qualname__}", settings | code)
 
 
 def plain_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -147,8 +153,10 @@ def plain_settings(values: dict[str, Any]) -> dict[str, Any]:
             data = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_SORT_KEYS)
         except orjson.JSONEncodeError:
             continue
-        short = len(data) <= _SHOWN_CHARACTERS
-        found[name] = orjson.loads(data) if short else f"<{len(data)} bytes, hash {xxh3_64_hexdigest(data)}>"
+        if len(data) <= _SHOWN_CHARACTERS:
+            found[name] = orjson.loads(data)
+        else:
+            found[name] = f"<{len(data)} bytes, hash {xxh3_64_hexdigest(data)}>"
     return found
 
 

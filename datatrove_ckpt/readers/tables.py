@@ -55,14 +55,17 @@ def opened(folder: DataFolder, name: str) -> IO[bytes]:
         return cast("IO[bytes]", RetryingFile(file, name))
 
 
-_FILE_MARK, _STREAM_MARK = b"ARROW1", b"\xff\xff\xff\xff"
+_FILE_MARK = b"ARROW1"
+_STREAM_MARK = b"\xff\xff\xff\xff"
 
 
 def map_or_open(folder: DataFolder, name: str) -> Any:
     """A local file as memory, or a remote one whose reads are repeated."""
     import pyarrow as pa
 
-    return pa.memory_map(folder.resolve_paths(name)) if folder.is_local() else opened(folder, name)
+    if not folder.is_local():
+        return opened(folder, name)
+    return pa.memory_map(folder.resolve_paths(name))
 
 
 def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
@@ -98,8 +101,12 @@ def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
     try:
         return table.take(pa.array(numbers))
     except pa.ArrowNotImplementedError:
-        columns = [one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one for one in table.columns]
-        return type(table).from_arrays([take_values(column, numbers) for column in columns], schema=table.schema)
+        columns = []
+        for column in table.columns:
+            if isinstance(column, pa.ChunkedArray):
+                column = column.combine_chunks()
+            columns.append(take_values(column, numbers))
+        return type(table).from_arrays(columns, schema=table.schema)
 
 
 def take_values(chunk: Any, rows: Numbers) -> Any:
@@ -125,7 +132,8 @@ class RetryingFile:
     """A remote file opened for reading, whose reads are repeated."""
 
     def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
+        self._file = file
+        self._name = name
 
     def read(self, size: int = -1) -> bytes:
         return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
@@ -162,11 +170,13 @@ class _TableReader(SeekingReader):
         group, row, number = file_position or (0, 0, 0)
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
             rows: Sequence[int] = range(row, row + batch.num_rows)
+            first_number: int | None = number
             if row_shard != ALL_ROWS:
                 index, count = row_shard
                 first = (index - group - row) % count
-                rows, batch = rows[first::count], take_rows(batch, range(first, len(rows), count))
-            first_number = number if row_shard == ALL_ROWS else None
+                batch = take_rows(batch, range(first, len(rows), count))
+                rows = rows[first::count]
+                first_number = None
             documents = self._convert(batch, rows, name, group, first_number)
             for document, row in documents:
                 number += document is not Skipped.WITHOUT_TEXT
@@ -265,8 +275,10 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
             rows_of = [one.num_rows for one in groups]
             self._file_extent.set_groups(rows_of, first=0)
             if group < len(rows_of) and row == rows_of[group]:
-                group, row = group + 1, 0
-            current, start = group, 0
+                group += 1
+                row = 0
+            current = group
+            start = 0
             # All groups in one call, although a batch may then span two: one call per tiny group would be slow.
             size = max(self.batch_size, _SKIPPED_ROWS) if row else self.batch_size  # large ones pass `row` faster
             size = min((_fitting(size, one.num_rows, one.total_byte_size) for one in groups[group:]), default=size)
@@ -275,7 +287,8 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
                 offset = 0
                 while offset < batch.num_rows:
                     while start == rows_of[current]:
-                        current, start = current + 1, 0
+                        current += 1
+                        start = 0
                     length = min(batch.num_rows - offset, rows_of[current] - start)
                     if current == group and start < row:
                         length = min(length, row - start)
@@ -302,11 +315,14 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
         wanted = np.zeros(length, dtype=np.bool_)
         wanted[rows] = True
-        at, parts = 0, []
+        at = 0
+        parts = []
         for batch in file.iter_batches(_PICKED_ROWS, row_groups=[group], columns=self._columns):
             chosen = np.flatnonzero(wanted[at : at + batch.num_rows])
-            parts.append(batch if len(chosen) == batch.num_rows else take_rows(batch, chosen))
             at += batch.num_rows
+            if len(chosen) < batch.num_rows:
+                batch = take_rows(batch, chosen)
+            parts.append(batch)
         # Rows of several chunks would be taken from a copy of all of them, each time.
         return pa.Table.from_batches(parts).combine_chunks(), (np.cumsum(wanted) - 1)[rows]
 

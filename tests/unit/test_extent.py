@@ -14,7 +14,8 @@ from datatrove.data import Document
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.generation.progress import input_position
 from datatrove_ckpt.readers import jsonl
-from datatrove_ckpt.readers.positions import InputExtent, Reached, position_of
+from datatrove_ckpt.readers.extent import InputExtent, Reached
+from datatrove_ckpt.readers.positions import position_of
 from tests.unit.tables import reader_of, write_table
 
 FILES, ROWS = 3, 400

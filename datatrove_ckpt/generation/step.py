@@ -31,7 +31,7 @@ from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
-from datatrove_ckpt.output.writers import check_writer
+from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.preemption import Setting, check_notice

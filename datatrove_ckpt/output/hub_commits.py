@@ -38,9 +38,10 @@ from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import duration, plural, ranges
-from datatrove_ckpt.output.committed import FoundFiles, other_content
+from datatrove_ckpt.output.committed import other_content
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.retrying import Attempts, RetryPolicy, http_status, library_line
@@ -94,7 +95,9 @@ class UploadedFile:
         """Whether this is the file that the hub has."""
         if found is None or found.size != self._operation.upload_info.size:
             return False
-        return (found.blob if self._is_regular else found.oid) == self.content_hash
+        if self._is_regular:
+            return found.blob == self.content_hash
+        return found.oid == self.content_hash
 
     def may_replace(self, found: HubFile) -> bool:
         """Whether the file that the hub has is this one, or one that the rank has published before."""
@@ -142,7 +145,9 @@ class HubReads:
     ) -> T:
         """``at_most_seconds``: for one call."""
         run = partial(self.calls.run, call, at_most_seconds)
-        meanwhile = GENERATION_GOES_ON if policy is retrying.HUB else ""
+        meanwhile = ""
+        if policy is retrying.HUB:
+            meanwhile = GENERATION_GOES_ON
         try:
             return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self.calls.sleep)
         except OSError as error:
@@ -158,7 +163,9 @@ class HubReads:
             OutputFailed: the hub cannot be asked.
             Stopping: ``stop`` was called meanwhile.
         """
-        for seconds in LAG_LOOKS if looks is None else looks:
+        if looks is None:
+            looks = LAG_LOOKS
+        for seconds in looks:
             files = [file for file in files if not found.is_right(file)]
             if not files:
                 return
@@ -202,11 +209,14 @@ class HubUploads(HubReads):
 
         if not files:
             return []
-        send = self._put_in_bucket if self.folder.is_bucket else self._preupload
+        send = self._preupload
+        if self.folder.is_bucket:
+            send = self._put_in_bucket
         seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
         what = f"{_some(list(files))} could not be uploaded"
         uploaded = self._retried(what, partial(send, files), seconds, retrying.HUB, self._pause)
-        if ignored := [file.name for file in uploaded if file.is_ignored]:
+        ignored = [file.name for file in uploaded if file.is_ignored]
+        if ignored:
             raise OutputFailed(
                 f"{self.folder.url}: the repository's .gitignore leaves {_some(ignored)} out of every commit. Change "
                 "it, or choose another output_filename, and run the same command again. Nothing that was saved is lost."
@@ -373,7 +383,9 @@ class HubCommits(Placement):
         """Waits until a commit is due. Returns what it may carry, and nothing once the rank stops."""
         with self._change:
             while not self._calls.stopped:
-                due = self._waiting_since + self._seconds - time.monotonic() if self._queue else None
+                due = None
+                if self._queue:
+                    due = self._waiting_since + self._seconds - time.monotonic()
                 is_full = len(self._queue) >= MOST_FILES or sum(f.bytes_in_commit for f, _ in self._queue) >= MOST_BYTES
                 if due is not None and (due <= 0 or self._hurried or is_full):
                     return self._first_files()
@@ -391,17 +403,21 @@ class HubCommits(Placement):
         return batch
 
     def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
-        files, chunks = [file for file, _ in batch], {chunk.index: chunk for _, chunk in batch}
+        files = [file for file, _ in batch]
         self._uploads.lease.check()
-        title = commit_title(plural(len(files), "file"), self._rank, ranges(chunks))
+        chunks = ranges({chunk.index for _, chunk in batch})
+        title = commit_title(plural(len(files), "file"), self._rank, chunks)
         try:
-            history, ends = self._uploads.history(), self._hurried
-            if seconds := self._pace.seconds_until_turn(history, ends):
+            history = self._uploads.history()
+            ends = self._hurried
+            seconds = self._pace.seconds_until_turn(history, ends)
+            if seconds:
                 self._wait_for_turn(len(history.of_last_hour), seconds, ends)
                 return
             seen = self._uploads.commit(files, title, history.head)
         except OSError as error:
-            folder, what = self._uploads.folder, f"{plural(len(self._queue), 'file')} wait for a commit"
+            folder = self._uploads.folder
+            what = f"{plural(len(self._queue), 'file')} wait for a commit"
             try:
                 self._calls.sleep(attempts.failed(f"{folder.url}: {what}", error))
             except OSError:
@@ -420,13 +436,17 @@ class HubCommits(Placement):
                 chunk.waiting.done()
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
-        most = self._pace.most(ends)
+        kept = self._pace.per_hour - self._pace.most(ends)
+        share = ""
+        if kept:
+            share = f", {kept} of them for ranks that end"
+        meanwhile = "generation goes on"
+        if ends:
+            meanwhile = "the rank has nothing else left to do"
         logger.info(
             f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: {made} were made "
-            f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}"
-            + (f", {self._pace.per_hour - most} of them for ranks that end" if most < self._pace.per_hour else "")
-            + f". Next look in {duration(seconds)}; "
-            + ("the rank has nothing else left to do." if ends else "generation goes on.")
+            f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}{share}. "
+            f"Next look in {duration(seconds)}; {meanwhile}."
         )
         with self._change:
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
@@ -464,7 +484,9 @@ def looks_for(folders: Iterable[Path]) -> tuple[float, ...]:
     for folder in folders:
         with suppress(FileNotFoundError):
             newest = max(newest, (folder / COMMITS).stat().st_mtime)
-    return LAG_LOOKS if time.time() - newest < _SHOWN_BY_NOW_SECONDS else LAG_LOOKS[:1]
+    if time.time() - newest < _SHOWN_BY_NOW_SECONDS:
+        return LAG_LOOKS
+    return LAG_LOOKS[:1]
 
 
 def hub_failure(error: BaseException) -> str:
@@ -481,4 +503,6 @@ def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
 
 
 def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{plural(len(names), 'file')} ({names[0]}, ...)"
+    if len(names) == 1:
+        return names[0]
+    return f"{plural(len(names), 'file')} ({names[0]}, ...)"

@@ -245,10 +245,10 @@ def no_files(folder: DataFolder) -> InputError:
 
 
 def _described(folder: DataFolder, name: str) -> str:
-    where = repr(folder.resolve_paths(""))
+    where = folder.resolve_paths("")
     if name:
         return f"The input file {name!r} in {where}"
-    return f"The input {where}"
+    return f"The input {where!r}"
 
 
 def _explain_folder(what: str, error: BaseException) -> str:

@@ -12,7 +12,6 @@
     input_errors.py    explains an input that has rows but no document
     pipeline.py        the readers among the steps before a runner; step_stats.py: the stats of these steps
     shard.py           what a rank has read, and the description of these steps
-    permutations.py    shuffled orders
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the
@@ -25,10 +24,7 @@ file, unless it continues the old one: new files after the current one, or a JSO
     HuggingFace... shard and row; index if not streaming          as ParquetReader; other formats: parsing the shard
 
 ``shuffle_seed`` replaces ``shuffle_files``, whose order changes with every start. It orders the files by a hash of seed
-and name, so added files move no other file. Within a file it shuffles the blocks (about 1 MiB of lines, a row group, a
-record batch) and the rows of each block. Compressed lines and streams cannot be entered in the middle, so their blocks
-keep their order. A document without an id of its own gets another default id than without shuffling: its place in the
-file, because the number of documents before it is not known.
+and name, so added files move no other file. Rows keep their order within a file; ``ReaderDataset`` shuffles rows, too.
 
 In a pipeline nothing else is needed: ``InferenceRunner`` finds the positions on the documents, and hands the saved one
 back through ``Reading``. Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:

@@ -382,6 +382,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         options = {key: getattr(self, key) for key in self._order_options}
         options |= {key: getattr(self, key) for key, usual in USUAL_KEYS.items() if getattr(self, key) != usual}
         options["default_metadata"] = metadata_hash(self.default_metadata)
+        if self.shuffle_seed is not None:
+            options["shuffled"] = "files"  # earlier releases shuffled the rows of each file, too
         for key, value in options.items():
             if isinstance(value, str):
                 options[key] = shorten(value)

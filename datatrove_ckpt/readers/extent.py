@@ -55,8 +55,7 @@ class FileExtent:
     Attributes:
         before: bytes, or rows, of the files before this one.
         size: of this file.
-        first: the first number of the file's first place.
-        per: bytes, or rows, for each that this number is larger; None: nobody said.
+        per: bytes, or rows, for each that the first number of a place is larger; None: not known.
         starts: if the first number of a place is a group of rows, and the second a row of it: which part of the file
             lies before each group, from 0 to 1, with a last 1.
         lengths: rows of a group, as far as they are known.
@@ -65,18 +64,16 @@ class FileExtent:
 
     before: float = 0.0
     size: float = 0.0
-    first: int = 0
     per: float | None = None
     starts: list[float] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
     end: int | None = None
 
-    def set_groups(self, rows: list[int], first: int) -> None:
+    def set_groups(self, rows: list[int]) -> None:
         """The groups have so many rows, in the order in which they are read."""
         total = max(1, sum(rows))
         self.starts = [before / total for before in accumulate(rows, initial=0)]
         self.lengths = dict(enumerate(rows))
-        self.first = first
 
     def reached(self, place: tuple[int, ...]) -> float:
         """What lies before the place in the input, with the files before this one."""
@@ -86,7 +83,7 @@ class FileExtent:
         """What lies before the place in the file."""
         if not place:
             return 0.0
-        number = place[0] - self.first
+        number = place[0]
         inside = 0.0
         if 0 <= number < len(self.starts) - 1:
             start, end = self.starts[number : number + 2]

@@ -22,7 +22,6 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
 from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import orjson
@@ -37,7 +36,6 @@ from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.input_errors import MAX_LINE_BYTES, naming_hub_input, read_line, refuse_array
 from datatrove_ckpt.readers.inputs import remedy
-from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
 
 _BLOCK = 2**20
@@ -55,8 +53,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     """datatrove's ``JsonlReader``, with a position on each document.
 
     Args:
-        shuffle_seed: read files, blocks of about 1 MiB, and the lines in a block in an order that depends on this
-            number. Blocks of compressed files keep their order.
+        shuffle_seed: read files in an order that depends on this number.
         stop_on_bad_line: raise ``DamagedLine`` if a line cannot be parsed, instead of counting it (``damaged_lines``
             in the stats) with a warning.
         The others are datatrove's.
@@ -90,23 +87,15 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         self.stop_on_bad_line = stop_on_bad_line
 
     def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
-        is_plain = self._codec(name) is None
-        if self.shuffle_seed is None:
-            if is_plain:
-                self._file_extent.per = 1.0
-            return self._read_in_order(name, file_position, row_shard)
-        if is_plain:
-            self._file_extent.first = 1
-            self._file_extent.per = _BLOCK
-        return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
-
-    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         offset, number = file_position[:2] or (0, 0)
         index, count = row_shard
         extent = self._file_extent
+        is_plain = self._codec(name) is None
+        if is_plain:
+            extent.per = 1.0
         with self._open(name) as file:
             head = xxh3_64(self._skip(file, offset, name))
-            if offset and self._codec(name) is None:
+            if offset and is_plain:
                 late_line_end = _read_late_line_end(file, offset)
                 head.update(late_line_end[: max(0, _HEAD - offset)])
                 offset += len(late_line_end)
@@ -125,46 +114,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     document = self._parse(line, name, number - 1)
                     if document is not None:
                         yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
-        if self._codec(name) is None:
+        if is_plain:
             extent.end = offset
-
-    def _read_shuffled(
-        self, name: str, size: int, file_position: FilePosition, row_shard: RowShard, seed: int
-    ) -> FileRead:
-        """A position is (the block, lines yielded of it). The block: how many have started; compressed: its offset."""
-        first, lines_done = file_position or (0, 0)
-        index, count = row_shard
-        with self._open(name) as file:
-            for place, key, start, lines in self._timed(self._shuffled_blocks(file, name, size, first, seed)):
-                offsets = list(accumulate(map(len, lines), initial=start))
-                order = permutation(len(lines), seed, name, key).tolist()
-                for turn in range(lines_done, len(order)):
-                    line = order[turn]
-                    if count > 1 and (start + line) % count != index:
-                        continue
-                    document = self._parse(lines[line], name, f"@{offsets[line]}")
-                    if document is not None:
-                        yield document, (place, turn + 1)
-                lines_done = 0
-
-    def _shuffled_blocks(
-        self, file: IO[bytes], name: str, size: int, first: int, seed: int
-    ) -> Iterator[tuple[int, int, int, list[bytes]]]:
-        """From the block at ``first`` on: its place in a position, its key for the order of its lines, offset, lines.
-
-        Where a compressed block starts alone decides which lines are in it, so resuming there finds the same lines.
-        """
-        if self._codec(name) is None:
-            order = permutation(-(-size // _BLOCK), seed, name).tolist()
-            for started, number in enumerate(order[max(0, first - 1) :], start=max(1, first)):
-                yield started, number, *_block(file, name, number)
-            return
-        self._skip(file, first, name)
-        for lines in _line_blocks(file, name):
-            after = first + sum(map(len, lines))
-            self._note_stored(file, after)
-            yield first, first, first, lines
-            first = after
 
     def parse_row(self, line: bytes, name: str, id_in_file: int | str) -> Row | None:
         """The object of a line; None if the line is blank or damaged. A damaged one is counted as in ``run``."""
@@ -252,11 +203,10 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             self._file_extent.per = file.stored.tell() / max(1, content)
 
     def _may_grow(self, name: str) -> bool:
-        # Growth would reorder all shuffled blocks, and compressed data does not end at a line's end.
-        return self.shuffle_seed is None and self._codec(name) is None
+        return self._codec(name) is None  # compressed data does not end at a line's end
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
-        if self.shuffle_seed is not None or len(file_position) < 4:
+        if len(file_position) < 4:
             return False
         offset, _, start, line_hash, *with_head = file_position
         is_plain = self._codec(name) is None
@@ -347,20 +297,6 @@ def _rest_of_line(file: IO[bytes], name: str) -> bytes:
             "JSONL. Replace it by a complete copy, or move it out of the folder."
         )
     return rest
-
-
-def _block(file: IO[bytes], name: str, number: int) -> tuple[int, list[bytes]]:
-    """The lines that start in the ``number``-th block of the file, and the offset of the first one."""
-    start = max(number * _BLOCK - 1, 0)  # one byte earlier, which shows whether a line starts with the block
-    file.seek(start)
-    block = file.read((number + 1) * _BLOCK - start)
-    if number:
-        head = block.find(b"\n") + 1
-        start += head
-        block = block[head:] if head else b""
-    if block and not block.endswith(b"\n"):
-        block += _rest_of_line(file, name)
-    return start, block.splitlines(keepends=True)
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:

@@ -423,10 +423,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self, inputs: Inputs, index: int, file_position: FilePosition, row_shard: RowShard, number: tuple[int, int]
     ) -> FileRead:
         """``_read``, for the file of this index. ``number``: of the rank, and of its documents so far."""
-        return self._read(inputs.names[index], inputs.size(index), file_position, row_shard)
+        return self._read(inputs.names[index], file_position, row_shard)
 
     @abstractmethod
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         """The documents and skipped rows of one file after ``file_position``, each with the place right after it."""
 
     def _may_grow(self, name: str) -> bool:

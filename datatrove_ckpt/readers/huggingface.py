@@ -201,7 +201,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 "and run the same command again."
             )
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         raise NotImplementedError("a dataset has no files that can be read by name")
 
     read_file = _read  # datatrove's readers of files have it

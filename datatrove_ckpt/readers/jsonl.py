@@ -86,7 +86,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))
         self.stop_on_bad_line = stop_on_bad_line
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         offset, number = file_position[:2] or (0, 0)
         index, count = row_shard
         extent = self._file_extent

@@ -144,7 +144,7 @@ class _TableReader(SeekingReader):
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         """From (group, row) on: group, number of the batch's first row in it, batch. No batch spans two groups."""
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         group, row, number = file_position or (0, 0, 0)
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
             rows: Sequence[int] = range(row, row + batch.num_rows)

@@ -53,7 +53,8 @@ from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import prepare_arrow
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
-from datatrove_ckpt.output.writers import check_writable, writes_media
+from datatrove_ckpt.output.writer_trial import check_writable
+from datatrove_ckpt.output.writers import writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many

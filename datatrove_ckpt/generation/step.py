@@ -42,7 +42,7 @@ from datatrove_ckpt.rollouts import EmbedRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.readers.shard import StepRecord
+    from datatrove_ckpt.readers.step_records import StepRecord
 
 OnDocumentError = Literal["stop", "dead_letter"]
 _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."

@@ -3,7 +3,8 @@
     chunk_output.py    ChunkOutput: one chunk's documents -> staged files -> published files; start reading here
     output_folder.py   OutputFolder: what a rank looks at in its output folder, before it is taken and later
     chunk_writing.py   writes a chunk's documents with a copy of the user's writer
-    writers.py         a writer of the user: whether it can write a document, without deep copies
+    writers.py         how documents get to a writer of the user, without deep copies
+    writer_trial.py    whether it can write a document
     writer_checks.py   what is refused of a writer before anything runs
     parquet.py         the Parquet files of a chunk: datatrove's settings and names, our batches
     formats.py         the formats whose files can be read again

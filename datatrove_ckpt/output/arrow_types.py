@@ -23,6 +23,7 @@ Row: TypeAlias = dict[str, Any]
 
 _LISTS = (list, tuple, set)
 _PLAIN = (bool, int, float, str, bytes, dict)
+_WHOLE_RESULT = {"tool_calls", "logprobs", "choices"}
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -114,9 +115,8 @@ def _struct(values: list[dict[Any, Any]], column: str) -> DataType:
         if not isinstance(key, str):
             raise TypeError(f"{column}: keys of dicts must be texts, not {type(key).__name__}")
     types = {key: type_of(items, f"{column}.{key}") for key, items in columns.items()}
-    whole = _of_whole_results()
-    if whole.keys() <= types.keys():
-        for key, kind in whole.items():
+    if types.keys() >= _WHOLE_RESULT:
+        for key, kind in _of_whole_results().items():
             with suppress(NotUnited):  # a server with other forms
                 types[key] = unite(kind, types[key], key)
     return pa.struct(list(types.items()))
@@ -124,18 +124,18 @@ def _struct(values: list[dict[Any, Any]], column: str) -> DataType:
 
 @cache
 def _of_whole_results() -> dict[str, DataType]:
-    """What a WholeResult has beside its text. Those of a chunk may all be empty, and show no type."""
-    import pyarrow as pa
+    """What a WholeResult has beside its text. Those of a chunk may all be empty, and show no type.
 
-    text = pa.null()  # text where there is no value, and else what there is
-    token = [("token", text), ("logprob", pa.float64()), ("bytes", pa.list_(pa.int64()))]
-    tokens = pa.list_(pa.struct([*token, ("top_logprobs", pa.list_(pa.struct(token)))]))
-    logprobs = pa.struct([("content", tokens), ("refusal", tokens)])
-    function = pa.struct([("name", text), ("arguments", text)])
-    calls = pa.list_(pa.struct([("id", text), ("type", text), ("function", function)]))
-    said = [(name, text) for name in ("text", "finish_reason", "reasoning")]
-    choice = pa.struct([*said, ("tool_calls", calls), ("logprobs", logprobs), ("refusal", text)])
-    return {"tool_calls": calls, "logprobs": logprobs, "choices": pa.list_(choice)}
+    None stands for a text, which a column of a chunk becomes where there is no value.
+    """
+    token = {"token": None, "logprob": 0.0, "bytes": [0]}
+    tokens = [token | {"top_logprobs": [token]}]
+    logprobs = {"content": tokens, "refusal": tokens}
+    calls = [{"id": None, "type": None, "function": {"name": None, "arguments": None}}]
+    said = {"text": None, "finish_reason": None, "reasoning": None}
+    choices = [said | {"tool_calls": calls, "logprobs": logprobs, "refusal": None}]
+    whole = {"tool_calls": calls, "logprobs": logprobs, "choices": choices}
+    return {name: type_of([value], name) for name, value in whole.items()}
 
 
 def unite(old: DataType, new: DataType, column: str) -> DataType:

@@ -165,6 +165,11 @@ class HubFolder:
 
         return HfApi(endpoint=self.endpoint, library_name="datatrove-ckpt")
 
+    @property
+    def api_url(self) -> str:
+        """Where the hub's API has the repository."""
+        return f"{self.api().endpoint}/api/{self.kind}s/{self.repo}"
+
     def advice(self, error: BaseException) -> str:
         """What to do after a call that failed for good."""
         status = http_status(error)
@@ -255,17 +260,14 @@ class HubFolder:
         Raises:
             OSError: the hub cannot be reached, or refuses.
         """
-        from huggingface_hub import constants, get_session, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+        from huggingface_hub import hf_raise_for_status
 
-        headers = build_hf_headers(library_name="datatrove-ckpt")
         places = {commit.oid: place for place, commit in enumerate(known.made)}
-        endpoint = self.endpoint or constants.ENDPOINT
-        url: str | None = f"{endpoint}/api/{self.kind}s/{self.repo}/commits/{quote(self.branch, safe='')}"
+        url: str | None = f"{self.api_url}/commits/{quote(self.branch, safe='')}"
         now = 0.0
         made: list[MadeCommit] = []
         while url is not None:
-            response = get_session().get(url, headers=headers, timeout=_READ_SECONDS)
+            response = get(url)
             hf_raise_for_status(response)
             now = _date(response.headers.get("Date")).timestamp()
             for item in response.json():
@@ -295,6 +297,15 @@ class HubFolder:
         if self.is_bucket:
             return self.api().get_bucket_paths_info(self.repo, paths)
         return self.api().get_paths_info(self.repo, paths, revision=revision or self.revision, repo_type=self.kind)
+
+
+def get(url: str) -> Any:
+    """Sends a request for which the hub's client has no method. Returns a response of the client's own httpx."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    headers = build_hf_headers(library_name="datatrove-ckpt")
+    return get_session().get(url, headers=headers, timeout=_READ_SECONDS)
 
 
 def _date(header: str | None) -> datetime:

@@ -23,13 +23,12 @@ from loguru import logger
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub import HubFolder, get
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.redaction import Redactor
 from datatrove_ckpt.retrying import failure_line, http_status
 
 _ANSWER_SECONDS = 60.0
-_TIMEOUT_SECONDS = 30.0
 
 
 def check_access(
@@ -132,13 +131,10 @@ class _Access:
         return f"{self._folder.url} exists. Whether the token may write to a bucket shows with the first file."
 
     def _check_repository(self) -> str:
-        from huggingface_hub import get_session, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+        from huggingface_hub import hf_raise_for_status
 
         folder = self._folder
-        headers = build_hf_headers(library_name="datatrove-ckpt")
-        url = f"{folder.api().endpoint}/api/{folder.kind}s/{folder.repo}/auth-check/write"
-        response = get_session().get(url, headers=headers, timeout=_TIMEOUT_SECONDS)
+        response = get(f"{folder.api_url}/auth-check/write")
         if response.headers.get("X-Error-Code") == "RepoNotFound":
             return self._missing()
         if response.status_code != 404:

@@ -23,7 +23,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -248,10 +248,7 @@ class RemoteTarget(Target):
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
     def _create(self, staged: Path, name: str) -> bool:
-        there = self._calls.retry(
-            f"{self._folder.resolve_paths(name)} could not be looked up", partial(self._exists, name)
-        )
-        if there:
+        if self._look_up(name, self._exists):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
@@ -279,7 +276,7 @@ class RemoteTarget(Target):
         put = partial(self._put, local, name, **options)
         if not self._calls.retry(f"{remote} could not be uploaded", put, self._pause):
             return False
-        remote_size = self._calls.retry(f"{remote} could not be looked up", partial(self._info, name))["size"]
+        remote_size = self._look_up(name, self._info)["size"]
         if int(remote_size) != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
@@ -311,7 +308,11 @@ class RemoteTarget(Target):
         return self._calls.retry(what, partial(content_hash, self._folder, name))
 
     def _stamp(self, name: str) -> int:
-        return remote_stamp(self._calls.retry(f"{name} could not be looked up", partial(self._info, name)))
+        return remote_stamp(self._look_up(name, self._info))
+
+    def _look_up(self, name: str, look: Callable[[str], T]) -> T:
+        what = f"{self._folder.resolve_paths(name)} could not be looked up"
+        return self._calls.retry(what, partial(look, name))
 
     def _pause(self, seconds: float) -> None:
         self._calls.sleep(seconds)

@@ -1,4 +1,4 @@
-"""A writer of the user: whether it can write a document, and how documents get to it cheaply.
+"""How documents get to a writer of the user cheaply.
 
 What datatrove's default adapter and ``DiskWriter.write`` do is done here without a deep copy, and without stats.
 ``dataclasses.asdict`` copies everything down to the last string (half of the cost of publishing, measured), so that a
@@ -8,8 +8,6 @@ with dicts in place of dataclasses. The result is the same, value for value and 
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -18,11 +16,7 @@ import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
-from datatrove.pipeline.writers.parquet import ParquetWriter
 
-from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.column_types import ColumnTypes, infers_schema
 from datatrove_ckpt.output.documents import (
     as_json,
     decode,
@@ -125,62 +119,3 @@ def _plain_adapter(writer: DiskWriter, document: Document) -> dict[str, Any]:  #
     if not writer.save_media_bytes and "media" in data:
         data["media"] = [{**media, "media_bytes": None} for media in data["media"]]
     return data
-
-
-# A trial: can the user's writer write this document?
-#
-# The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no strings. If that
-# showed only when a chunk is published, its rank could never end. So a document with anything but plain JSON in it is
-# written to memory first, while it can still become a dead letter.
-
-
-class _InMemory:
-    """In place of a writer's file manager: one file, which is thrown away. ``Any``, as datatrove's has no types."""
-
-    def __init__(self, mode: str) -> None:
-        self._file: io.IOBase = io.StringIO()
-        if "b" in mode:
-            self._file = io.BytesIO()
-
-    def get_file(self, filename: str) -> Any:
-        return self._file
-
-    pop = get_file
-
-    def get_open_files(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> bool:
-    """Writes a document to memory with a copy of the user's writer, which must never have been opened.
-
-    Args:
-        data: an encoded document.
-
-    Returns:
-        Whether the writer can write all documents with float32 arrays, so that these need no trial.
-
-    Raises:
-        DocumentNotSerializable: the writer cannot write the document.
-    """
-    try:
-        files = writer.output_mg
-        copied = copy.deepcopy(writer, {id(files): _InMemory(files.mode)})
-        document = decode_for(copied)(data)
-        if infers_schema(copied):
-            types = ColumnTypes()
-            types.add([copied.adapter(document)])
-            copied.schema = types.schema()
-        copied.write(document, rank=rank, chunk_index="00000")
-        if type(copied) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
-            copied.close()
-        return JSONL.is_written_by(writer) or (type(writer) is ParquetWriter and writer.schema is None)
-    except Exception as error:
-        raise DocumentNotSerializable(
-            f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot write: "
-            f"{type(error).__name__}: {safe_text(error)}. Let the rollout return and set JSON values, or give the "
-            "writer an adapter."
-        ) from error

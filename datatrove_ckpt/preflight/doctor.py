@@ -28,7 +28,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
 from datatrove_ckpt.output.names import writer_name
-from datatrove_ckpt.output.writers import check_writable
+from datatrove_ckpt.output.writer_trial import check_writable
 from datatrove_ckpt.preflight.before_run import check_job, check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     REMOTE_SECONDS,

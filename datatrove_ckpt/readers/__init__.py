@@ -9,9 +9,11 @@
     extent.py          how large the input is, and how much of it is done
     inputs.py          the files of an input: listed, recorded, and still those that the position was made for
     compressed.py      compressed files as streams; a damaged one is an error
-    input_errors.py    explains an input that has rows but no document
+    input_errors.py    explains errors of the hub and of S3
+    no_document.py     explains an input that has rows but no document
     pipeline.py        the readers among the steps before a runner; step_stats.py: the stats of these steps
-    shard.py           what a rank has read, and the description of these steps
+    step_records.py    the description of these steps
+    shard.py           what a rank has read
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the

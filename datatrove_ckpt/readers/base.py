@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
-from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files, refuse_file_without_documents
+from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
@@ -37,6 +37,7 @@ from datatrove_ckpt.readers.inputs import (
     shorten,
     shuffled_names,
 )
+from datatrove_ckpt.readers.no_document import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
     FilePosition,

@@ -30,8 +30,9 @@ from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import DatasetFiles, DatasetInputs, commit_of, without_commit
 from datatrove_ckpt.readers.extent import InputExtent
-from datatrove_ckpt.readers.input_errors import NoDocument, explain_hub_error, one_line
+from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import Inputs, shorten
+from datatrove_ckpt.readers.no_document import NoDocument
 from datatrove_ckpt.readers.positions import (
     Adapter,
     FilePosition,
@@ -42,7 +43,7 @@ from datatrove_ckpt.readers.positions import (
     job_revisions,
 )
 from datatrove_ckpt.readers.revisions import is_commit
-from datatrove_ckpt.readers.shard import plain_settings
+from datatrove_ckpt.readers.step_records import plain_settings
 from datatrove_ckpt.readers.tables import IpcReader
 
 _SHUFFLE_SEED = 42  # datatrove's

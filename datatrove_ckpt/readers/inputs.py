@@ -29,7 +29,8 @@ from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import State, in_pipeline
-from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, plain_settings
+from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
+from datatrove_ckpt.readers.step_records import plain_settings
 
 _NAME_BYTES = 64
 _UNEVEN = 0.01

@@ -34,8 +34,9 @@ from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
-from datatrove_ckpt.readers.input_errors import MAX_LINE_BYTES, naming_hub_input, read_line, refuse_array
+from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import remedy
+from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
 
 _BLOCK = 2**20

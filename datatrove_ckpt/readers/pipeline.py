@@ -17,10 +17,11 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.input_errors import refuse_file_without_documents
 from datatrove_ckpt.readers.inputs import Inputs, list_input, record_reader
+from datatrove_ckpt.readers.no_document import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import Reading
-from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord, StepRecord
+from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.step_records import StepRecord
 
 
 def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:

@@ -26,8 +26,8 @@ from datatrove_ckpt.readers import (
     ParquetReader,
     Reading,
     SeekingReader,
-    input_errors,
     jsonl,
+    no_document,
     position_state,
 )
 from datatrove_ckpt.torch.blocks import BlockInput
@@ -165,7 +165,7 @@ def test_a_line_that_does_not_end_is_an_error_that_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2**21)
-    monkeypatch.setattr(input_errors.read_line, "__defaults__", (2**21,))
+    monkeypatch.setattr(no_document.read_line, "__defaults__", (2**21,))
     name = f"a.jsonl.{suffix}".rstrip(".")
     (tmp_path / name).write_bytes(COMPRESS.get(suffix, bytes)(bytes(2**24)))
     with pytest.raises(InputError, match=f"A line of the input file '{name}' is longer than {2**21} bytes"):

@@ -9,77 +9,71 @@ from __future__ import annotations
 
 import datetime
 import math
-from itertools import chain
+from collections.abc import Collection
 from typing import Any
 
-import numpy as np
-
 from datatrove_ckpt.formatting import safe_text
-from datatrove_ckpt.output.arrow_types import DataType, NotUnited, is_vector, type_of
+from datatrove_ckpt.output.arrow_types import DataType, NotUnited, Row, Schema, is_vector, type_of
 
 _SAFE = {"double": float, "string": str, "large_string": str, "bool": bool}
 """Values of these types need no look at each."""
 
 
-def check_rows(rows: list[dict[str, Any]], schema: Any) -> None:
+def check_rows(rows: list[Row], schema: Schema) -> None:
     """Raises NotUnited for rows that do not fit. Columns that the schema does not name are left out."""
     for field in schema:
-        _check([row.get(field.name) for row in rows], field, field.name)
+        values = [row.get(field.name) for row in rows]
+        if not _are_safe(values, field.type):
+            for value, kept in zip(values, _kept(values, field), strict=True):
+                _check(value, kept, field, field.name)
 
 
-def _check(values: list[Any], field: Any, column: str) -> None:
-    import pyarrow as pa
-
-    types = pa.types
-    kind = field.type
-    present = [value for value in values if value is not None]
-    if not field.nullable and len(present) < len(values):
-        raise NotUnited(column, f"{kind} not null", "without a value")
-    if not present:
-        return
-    if types.is_struct(kind) and all(isinstance(value, dict) for value in present):
-        fields = {inner.name: inner for inner in kind}
-        for value in present:
-            for key in value.keys() - fields.keys():
-                if value[key] is not None:
-                    raise NotUnited(f"{column}.{key}", "missing", _name(value[key], column))
-        for name, inner in fields.items():
-            _check([value.get(name) for value in present], inner, f"{column}.{name}")
-    elif types.is_map(kind):
-        pairs: list[tuple[Any, Any]] = []
-        for value in present:
-            pairs.extend(value.items() if isinstance(value, dict) else value)
-        _check([key for key, _ in pairs], kind.key_field, f"{column}[key]")
-        _check([item for _, item in pairs], kind.item_field, f"{column}[value]")
-    elif kind in (pa.list_(pa.float32()), pa.list_(pa.float64())) and all(map(is_vector, present)):
-        return
-    elif hasattr(kind, "value_field") and all(map(_is_list, present)):
-        _check(list(chain.from_iterable(present)), kind.value_field, f"{column}[]")
-    elif set(map(type, present)) != {_SAFE.get(str(kind))}:
-        _check_kept(present, kind, column)
+def _are_safe(values: Collection[Any], kind: DataType) -> bool:
+    return set(map(type, values)) == {_SAFE.get(str(kind))}
 
 
-def _is_list(value: object) -> bool:
-    return hasattr(value, "__iter__") and not isinstance(value, str | bytes | dict)
-
-
-def _check_kept(values: list[Any], kind: DataType, column: str) -> None:
+def _kept(values: list[Any], field: Any) -> list[Any]:
+    """Returns the values of a column as Arrow gives them back."""
     import pyarrow as pa
 
     try:
-        kept = pa.array(values, kind)
-        read = kept.to_pylist()
+        kept: list[Any] = pa.array(values, field.type).to_pylist()
     except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
         if len(values) > 1:
             for value in values:
-                _check_kept([value], kind, column)
-        raise NotUnited(column, kind, f"{_name(values[0], column)} ({safe_text(error)})") from error
-    rounded = pa.types.is_floating(kind)
-    if rounded and set(map(type, values)) == {float} and not np.isinf(kept).any():
-        return
-    for value, now in zip(values, read, strict=True):
-        if not _is_same(value, now, rounded):
+                _kept([value], field)
+        raise NotUnited(field.name, field.type, f"{_name(values[0], field.name)} ({safe_text(error)})") from error
+    return kept
+
+
+def _check(value: Any, kept: Any, field: Any, column: str) -> None:
+    import pyarrow as pa
+
+    kind = field.type
+    if value is None:
+        if not field.nullable:
+            raise NotUnited(column, f"{kind} not null", "without a value")
+    elif not pa.types.is_nested(kind):
+        if not _is_same(value, kept, pa.types.is_floating(kind)):
             raise NotUnited(column, kind, f"{_name(value, column)} (it would change)")
+    elif pa.types.is_map(kind):
+        pairs = value.items() if isinstance(value, dict) else value
+        for (key, item), (kept_key, kept_item) in zip(pairs, kept, strict=True):
+            _check(key, kept_key, kind.key_field, f"{column}[key]")
+            _check(item, kept_item, kind.item_field, f"{column}[value]")
+    elif pa.types.is_struct(kind) and isinstance(value, dict):
+        for inner in kind:
+            _check(value.get(inner.name), kept[inner.name], inner, f"{column}.{inner.name}")
+        for key in value.keys() - kept.keys():
+            if value[key] is not None:
+                raise NotUnited(f"{column}.{key}", "missing", _name(value[key], column))
+    elif not isinstance(kept, list):
+        raise NotUnited(column, kind, f"{_name(value, column)} (it would change)")
+    elif is_vector(value) and kind.value_type in (pa.float32(), pa.float64()):
+        return
+    elif not _are_safe(value, kind.value_type):
+        for item, kept_item in zip(value, kept, strict=True):
+            _check(item, kept_item, kind.value_field, f"{column}[]")
 
 
 def _is_same(value: Any, kept: Any, rounded: bool) -> bool:

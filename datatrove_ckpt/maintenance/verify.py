@@ -48,7 +48,7 @@ from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
 from datatrove_ckpt.output.committed import file_problem, published_names, stray_advice
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubReads, looks_for
+from datatrove_ckpt.output.hub_uploads import HubReads, looks_for
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership

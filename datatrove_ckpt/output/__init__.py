@@ -13,7 +13,9 @@
     removal.py         removes files again
     hub.py             a folder on the Hugging Face hub, and what lies there
     hub_access.py      whether a job may write there
-    hub_commits.py     uploads to the hub, and few commits for many files, in a thread of its own
+    hub_uploads.py     reads from the hub with retries, and uploads there
+    hub_commits.py     few commits for many files, in a thread of its own
+    hub_pace.py        how often the ranks of a job commit, all together
     hub_writers.py     datatrove's writers for the hub, without their own uploads
     stoppable.py       calls that a rank which stops leaves behind, and calls to a storage with retries
     names.py           file names: filled in from documents, checked, and recognised in a listing

@@ -47,8 +47,9 @@ from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.formatting import no_bars_in_logs, plural
 from datatrove_ckpt.output.committed import RankCommits, other_content
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
+from datatrove_ckpt.output.hub_commits import HubCommits
 from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.hub_uploads import HubUploads
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.output_folder import OutputFolder

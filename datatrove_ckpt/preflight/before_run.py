@@ -44,7 +44,7 @@ from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankComm
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import check_access, private_if_made, repository_is_gone
-from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubReads, looks_for
+from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads, looks_for
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writer_checks import check_rank_in_template

@@ -17,7 +17,8 @@ from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
-from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
+from datatrove_ckpt.rollouts.source import prompt_source
+from datatrove_ckpt.rollouts.templates import fill, parse
 
 _OF_THE_ANSWER = ("system_prompt", "generation_params", "json_schema", "regex", "choice")
 _ANSWER = ("", "key", "answer")

@@ -35,7 +35,8 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.rollouts.interface import Payload
-from datatrove_ckpt.rollouts.templates import Messages, lacks
+from datatrove_ckpt.rollouts.source import Messages
+from datatrove_ckpt.rollouts.templates import lacks
 
 MEDIA = "media"
 """``images`` of a document's own media, and not of a column."""

@@ -25,16 +25,8 @@ from datatrove_ckpt.rollouts.media import (
     without_bytes,
 )
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
-from datatrove_ckpt.rollouts.templates import (
-    BARE,
-    check_template,
-    fill,
-    fixed_length,
-    parse,
-    prompt_source,
-    times_text,
-    with_system,
-)
+from datatrove_ckpt.rollouts.source import prompt_source, with_system
+from datatrove_ckpt.rollouts.templates import BARE, check_template, fill, fixed_length, parse, times_text
 
 Filled: TypeAlias = Callable[[str], str]
 

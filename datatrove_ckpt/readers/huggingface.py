@@ -278,7 +278,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         revisions = job_revisions()
         if revisions is None:
             return resolve()
-        return commit or revisions.commit(repository, revision, resolve)
+        kept = revisions.commit(repository, revision, resolve)
+        return commit or kept
 
     def _ask_for_commit(self, repository: str, revision: str) -> str | None:
         from huggingface_hub import HfApi

@@ -394,9 +394,9 @@ def show() -> None:
 
     (WHAT)
 
-    Documents come from the output files, JSONL or Parquet, in the order of the input; long texts are shortened in their
-    middle, but for those of --id. Secrets and control characters are not printed. A run may be active meanwhile: a file
-    appears when its chunk is finished.
+    Documents come from the output files, in the order of the input; long texts are shortened in their middle, but for
+    those of --id. Secrets and control characters are not printed. A run may be active meanwhile: a file appears when
+    its chunk is finished.
 
     exit codes:
       0  at least one document is printed

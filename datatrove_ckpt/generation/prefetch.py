@@ -37,10 +37,13 @@ from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, name_file, steps_before
-from datatrove_ckpt.readers.positions import UNKNOWN, Position, Reached, Reading, State, position_of, position_state
+from datatrove_ckpt.readers.extent import UNKNOWN, Reached
+from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file, steps_before
+from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import ShardRecord, StepRecord
+from datatrove_ckpt.readers.shard import ShardRecord
+from datatrove_ckpt.readers.step_records import StepRecord
+from datatrove_ckpt.readers.step_stats import STATS, StepStats
 
 # Which steps before the runner may keep something from one document to the next, so that a resume must count.
 #

@@ -52,7 +52,9 @@ from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import prepare_arrow
-from datatrove_ckpt.output.writers import check_rank_in_template, check_writable, writes_media
+from datatrove_ckpt.output.writer_checks import check_rank_in_template
+from datatrove_ckpt.output.writer_trial import check_writable
+from datatrove_ckpt.output.writers import writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
@@ -60,8 +62,9 @@ from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.pool_signals import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.readers.pipeline import StepStats, steps_before
+from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.readers.step_stats import StepStats
 from datatrove_ckpt.rollouts import Rollout
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
-from datatrove_ckpt.output.writers import check_writer
+from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.preemption import Setting, check_notice
@@ -42,7 +42,7 @@ from datatrove_ckpt.rollouts import EmbedRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.readers.shard import StepRecord
+    from datatrove_ckpt.readers.step_records import StepRecord
 
 OnDocumentError = Literal["stop", "dead_letter"]
 _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."

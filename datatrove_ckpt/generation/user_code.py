@@ -22,7 +22,8 @@ from datatrove_ckpt.generation.code_text import parse
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA
-from datatrove_ckpt.rollouts.templates import fill, lacks, prompt_source
+from datatrove_ckpt.rollouts.source import prompt_source
+from datatrove_ckpt.rollouts.templates import fill, lacks
 
 if TYPE_CHECKING:
     from datatrove_ckpt.process.preemption import Preemption

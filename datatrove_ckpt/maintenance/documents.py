@@ -97,7 +97,7 @@ def _letters(path: Path) -> Iterator[Json]:
 def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocument]:
     where = folder.resolve_paths(path)
     if (known := format_of_file(path)) is None:
-        raise OutputFailed(f"{where} cannot be shown: only JSONL and Parquet files can be.")
+        raise OutputFailed(f"{where} cannot be shown: no format is known of files with this ending.")
     try:
         with file_system_call(), folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
             for row, _ in known.rows(file, ("id", "text", "metadata", key, "embedding")):

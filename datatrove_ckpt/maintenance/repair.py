@@ -45,7 +45,7 @@ from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigErr
 from datatrove_ckpt.formatting import plural, ranges
 from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report, is_owned, other_run
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.targets import remove_file, remove_output
+from datatrove_ckpt.output.removal import remove_file, remove_output
 
 _BLOCK = 1 << 20
 

@@ -43,19 +43,13 @@ from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want,
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.formatting import number_range, plural
-from datatrove_ckpt.output.arrow_types import Misfit, Schema, misfits, read_schema
-from datatrove_ckpt.output.committed import (
-    FoundFiles,
-    content_hash,
-    file_problem,
-    local_stamp,
-    published_names,
-    remote_stamp,
-    stray_advice,
-)
+from datatrove_ckpt.output.arrow_types import Schema
+from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
+from datatrove_ckpt.output.committed import file_problem, published_names, stray_advice
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubReads, looks_for
+from datatrove_ckpt.output.hub_uploads import HubReads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
 from datatrove_ckpt.output.stoppable import StoppableCalls

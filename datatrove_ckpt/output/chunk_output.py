@@ -7,49 +7,22 @@ our file manager (see ``file_managers.py``).
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import partial
-from itertools import islice
-from typing import Any
-
-from datatrove.data import Document
-from datatrove.pipeline.writers.disk_base import DiskWriter
-from loguru import logger
+from collections.abc import Iterable
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
-from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
-from datatrove_ckpt.output.arrow_types import (
-    OWN_SCHEMA_ADVICE,
-    SCHEMA_ADVICE,
-    ColumnTypes,
-    NotUnited,
-    RankColumns,
-    Schema,
-    check_rows,
-    infers_schema,
-    name_culprit,
-    read_schema,
-    warning,
-)
-from datatrove_ckpt.output.committed import CommittedFile, FoundFiles, RankCommits, other_content, published_names
-from datatrove_ckpt.output.documents import decode
+from datatrove_ckpt.errors import OutputFailed, OutputMismatch
+from datatrove_ckpt.output.chunk_writing import ChunkWriting
+from datatrove_ckpt.output.committed import RankCommits, other_content, published_names
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.names import FileNames, plain
+from datatrove_ckpt.output.listing import FoundFiles
+from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.parquet import Inspect, write_in_batches
 from datatrove_ckpt.output.targets import StagedChunk, make_target
-from datatrove_ckpt.output.writers import decode_for, write_for
-
-_BATCH = 1000
-"""Rows. A writer with huge documents has a smaller ``batch_size``."""
 
 
 class ChunkOutput:
@@ -189,162 +162,3 @@ class ChunkOutput:
                     f"documents run into the chunk index in output_filename {self.names.template!r}. Put a / or _ "
                     "between them, choose another output_folder and checkpoint for that, and start again."
                 )
-
-
-# Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all of them.
-#
-# See ``arrow_types`` for what that schema is, and why.
-
-
-class ChunkWriting:
-    """Writes the chunks of one rank, one after the other, into staged files.
-
-    Attributes:
-        columns: the types of the columns of the chunks so far, if the writer finds them out by itself.
-    """
-
-    def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
-        self.columns = RankColumns()
-        self._writer = writer
-        self._decode: Callable[[bytes], Document] = decode
-        self._rank = rank
-        self._names = names
-
-    def resume(self, committed: Iterable[CommittedFile]) -> None:
-        """Learns the types of the first file that earlier attempts committed.
-
-        A remote file is not read for that: ``verify --full`` compares all files.
-        """
-        folder = self._writer.output_folder
-        if not infers_schema(self._writer) or not folder.is_local():
-            return
-        first = min(committed, key=lambda one: (one.root, one.chunk_index), default=None)
-        if first is not None and (schema := read_schema(folder, first.path)) is not None:
-            self.columns.start(first.chunk_index, schema)
-
-    def write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
-        """Writes and closes the files. ``documents`` is read several times if their schema is not known.
-
-        Raises:
-            OutputFailed: a document cannot be written, or its types cannot be united with those of others.
-            StorageFailed: the disk refused a write.
-        """
-        before = self.columns.known
-        try:
-            if infers_schema(self._writer):
-                self._write_united(staged, chunk_index, documents)
-            else:
-                self._write(staged, chunk_index, documents, self._copy(staged))
-        except _NotWritten as error:
-            raise self._failure(chunk_index, documents, error, before) from error.__cause__
-
-    def _write_united(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
-        schema = self.columns.guess
-        if schema is None or not self._fits(schema, staged, chunk_index, documents):
-            schema = self._find_schema(staged, documents)
-            self._add(schema, chunk_index)
-            self._write(staged, chunk_index, documents, self._copy(staged, schema))
-        else:
-            self._add(schema, chunk_index)
-
-    def _fits(self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> bool:
-        """Writes the chunk with the schema of the chunk before, unless its own is another one."""
-        types = ColumnTypes(schema)
-        writer = self._copy(staged, schema, types.add)
-        with suppress(_NotWritten):
-            self._write(staged, chunk_index, documents, writer)
-            if types.schema().equals(schema, check_metadata=True):
-                return True
-        staged.discard()
-        return False
-
-    def _find_schema(self, staged: StagedFiles, documents: Iterable[Finished]) -> Schema:
-        writer = self._copy(staged)
-        types = ColumnTypes()
-        rows = (writer.adapter(self._decode(finished.document)) for finished in documents)
-        size = min(_BATCH, max(1, writer.batch_size))
-        batches = iter(lambda: list(islice(rows, size)), [])
-        try:
-            for batch in batches:
-                types.add(batch)
-            return types.schema()
-        except CkptError:
-            raise
-        except Exception as error:
-            raise _NotWritten from error
-
-    def _add(self, schema: Schema, chunk_index: int) -> None:
-        try:
-            found = self.columns.add(chunk_index, schema)
-        except NotUnited as error:
-            raise _NotWritten from error
-        if found:
-            logger.warning(f"Rank {self._rank}: {warning(found, chunk_index)}")
-
-    def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished], writer: DiskWriter) -> None:
-        write = write_for(writer, self._decode, self._names, chunk_index)
-        finished = None
-        try:
-            for finished in documents:
-                write(finished.document)
-            finished = None
-            writer.close()
-            staged.close()
-        except CkptError:
-            raise
-        except Exception as error:
-            raise _NotWritten(finished) from error
-
-    def _failure(
-        self, chunk_index: int, documents: Iterable[Finished], error: _NotWritten, known: dict[str, Any]
-    ) -> OutputFailed:
-        """``known``: the types of the columns of the chunks before."""
-        cause = error.__cause__
-        writer, kind = self._copy(None), type(self._writer).__name__
-        with suppress(Exception):  # a user's adapter may raise anything
-            if culprit := name_culprit(writer, documents, self._decode, known):
-                advice = SCHEMA_ADVICE if writer.schema is None else OWN_SCHEMA_ADVICE
-                return OutputFailed(
-                    f"Chunk {chunk_index} could not be written by {kind}: {culprit}. {advice}. The chunk's "
-                    "journal is kept: run the same command again, and no request is sent twice."
-                )
-        if error.finished is None:
-            return OutputFailed(
-                f"Chunk {chunk_index} could not be written by {kind}: {type(cause).__name__}: {cause}. Its journal is "
-                "kept: fix the writer and run the same command again (new code of it needs accept_changes=True)."
-            )
-        name = "(unreadable)"
-        with suppress(Exception):
-            name = repr(decode(error.finished.document).id)
-        return OutputFailed(
-            f"Document {name} (number {error.finished.ordinal} of this rank) could not be written by {kind}: "
-            f"{type(cause).__name__}: {cause}. Its chunk's journal is kept: fix the writer (its adapter, its schema) "
-            "and run the same command again (a new adapter needs accept_changes=True)."
-        )
-
-    def _copy(self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len) -> DiskWriter:
-        """A writer with the user's settings and no state of earlier chunks, which writes to the staging folder.
-
-        Args:
-            schema: that of the chunk, if the writer has none.
-            inspect: gets each batch of rows before it is written. ``len`` changes nothing.
-        """
-        # A deep copy, because writers keep counters, batches and open files in attributes of their own. The user's
-        # writer was never written to, so there is nothing open to copy. Its file manager is replaced.
-        original = self._writer.output_mg
-        fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
-        self._decode = decode_for(fresh)
-        if schema is not None:
-            fresh.schema = schema
-            write_in_batches(fresh, inspect, plain_vectors=True)
-        elif PARQUET.is_written_by(fresh):
-            write_in_batches(fresh, partial(check_rows, schema=fresh.schema), plain_vectors=False)
-        return fresh
-
-
-class _NotWritten(Exception):
-    """With the cause as ``__cause__``, and the document that was being written, if it was one."""
-
-    def __init__(self, finished: Finished | None = None) -> None:
-        super().__init__()
-        self.finished = finished

@@ -17,27 +17,18 @@ have: fields of documents may have made such a name in another run. The first do
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import os
-import posixpath
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from pathlib import Path
-from string import Template
-from typing import Any
 
-import xxhash
-from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command, stamp_of
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.job import recorded_output
@@ -46,230 +37,10 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository, private_if_made
-from datatrove_ckpt.output.names import STAGING, fields_of_documents, output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_output
+from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
-from datatrove_ckpt.retrying import failure_line, file_system_call
-
-# Which files of a template lie in an output folder, and how large they are: one listing, however many there are.
-#
-# Locally only the folders are read in which a file of the template may be. On object stores that can list by prefix
-# (s3fs, gcsfs, adlfs), only the names of one rank are listed, 1000 per request. The hub is asked afresh each time, for
-# the folder that all names of the template have in common.
-
-
-_BLOCK = 1 << 20
-_NUMBER = "000_"  # in front of the first file of a writer with max_file_size
-
-
-@dataclass
-class FoundFiles:
-    """What lies in an output folder.
-
-    Attributes:
-        sizes: in bytes, by path; None: the store tells no size.
-        touched: committed files with another stamp than their commit names.
-        altered: committed files with another content than their commit names.
-        by_rank: the files that the template may have named, and no commit names, each with the folder of its retry
-            ("": of no retry).
-        hub_files: what the hub tells of the files; empty elsewhere.
-    """
-
-    sizes: dict[str, int | None] = field(default_factory=dict)
-    touched: set[str] = field(default_factory=set)
-    altered: set[str] = field(default_factory=set)
-    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
-    hub_files: dict[str, HubFile] = field(default_factory=dict)
-
-    def show(self, files: Mapping[str, HubFile]) -> None:
-        """Adds what a later look at the hub has found."""
-        self.hub_files |= files
-        self.sizes |= {name: file.size for name, file in files.items()}
-
-    def note(self, name: str, size: int | None, stamp: int, file: OutputFile | None) -> None:
-        """Adds a file. ``file``: what a commit says of it; None: no commit names it."""
-        self.sizes[name if file is None else file.path] = size  # no second copy of a million names
-        if file is not None and file.stamp not in (0, stamp) and file.size == size:
-            self.touched.add(plain(file.path))
-
-    def size(self, file: OutputFile) -> int | None:
-        return self.sizes.get(plain(file.path))
-
-    def is_right(self, file: OutputFile) -> bool:
-        name = plain(file.path)
-        if name in self.altered:
-            return False
-        if name in self.hub_files:
-            return self.hub_files[name].holds(file.size, file.hub_hash)
-        return name in self.sizes and self.sizes[name] in (file.size, None)
-
-
-def list_output(
-    writer: DiskWriter, committed: Mapping[str, OutputFile], rank: int | None = None, others: bool = True
-) -> FoundFiles:
-    """Lists an output folder.
-
-    It finds every file that exists among ``committed``, and every other one that the template may have named. It may
-    find more.
-
-    Args:
-        committed: by their plain paths.
-        rank: only look for other files of this rank.
-        others: look for other files at all. Without them the hub needs one request for 500 names.
-
-    Raises:
-        OSError: the folder cannot be read. One that does not exist holds no files.
-    """
-    folder = writer.output_folder
-    head, everywhere = _head(writer.output_filename, rank)
-    if folder.is_local():
-        root = Path(folder.resolve_paths(""))
-        found = FoundFiles()
-        for name, status in _scan(root, head, everywhere):
-            found.note(name, status.st_size, local_stamp(status), committed.get(name))
-        for name, status in _look_at(root, [name for name in committed if name not in found.sizes]):
-            found.note(name, status.st_size, local_stamp(status), committed[name])
-        return found
-    if (hub := HubFolder.of(folder)) is not None:
-        try:
-            with file_system_call():
-                # The part of the folder where files of the template may be, and committed files elsewhere.
-                base = posixpath.dirname(head)
-                listed = hub.below(base).files() if others else {}
-                files = {posixpath.join(base, name): file for name, file in listed.items()}
-                files |= hub.look_up([name for name in committed if name not in files])
-            found = FoundFiles(hub_files=files)
-            for name, file in files.items():
-                found.note(name, file.size, file.stamp, committed.get(name))
-            return found
-        except OSError as error:
-            if committed or private_if_made(writer) is None or not is_missing_repository(error):
-                raise
-            return FoundFiles()  # a run makes it
-    try:
-        with file_system_call():
-            folder.invalidate_cache()
-            remote = _find(folder, head, writer.max_file_size > 0)
-            # Files that an earlier template named, or those with a number other than the first.
-            if any(name not in remote and not name.startswith(head) for name in committed):
-                remote |= _find(folder, "", numbered=False)
-            return _noted(remote, committed)
-    except PermissionError as error:
-        logger.warning(
-            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
-            "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
-        )
-        with file_system_call():
-            return _noted(dict(_look_up(folder, committed)), committed)
-
-
-def _noted(infos: Mapping[str, Mapping[str, Any]], committed: Mapping[str, OutputFile]) -> FoundFiles:
-    found = FoundFiles()
-    for name, info in infos.items():
-        found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
-    return found
-
-
-# What a file system calls a value that changes with a file, the surest first.
-_TAGS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
-
-
-def remote_stamp(info: Mapping[str, Any]) -> int:
-    """The stamp of a file, see ``OutputFile``, from what fsspec tells of it."""
-    return stamp_of(next((str(info[tag]) for tag in _TAGS if info.get(tag)), ""))
-
-
-def local_stamp(status: os.stat_result) -> int:
-    """The stamp of a file on a disk."""
-    return stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")
-
-
-def content_hash(folder: DataFolder, path: str) -> str:
-    """The xxh128 of a file's content.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    hub = HubFolder.of(folder)
-    if hub is None or hub.is_bucket:
-        with folder.open(path, "rb") as file:
-            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    content = xxhash.xxh3_128()
-    for block in hub.blocks(path, _BLOCK):
-        content.update(block)
-    return str(content.hexdigest())
-
-
-def _head(template: Template, rank: int | None) -> tuple[str, bool]:
-    """What all names start with, and whether the folders below that are part of the names, too."""
-    known = {} if rank is None else {"rank": f"{rank:05d}"}
-    mark = "\0"
-    unknown = {name: mark for name in template.get_identifiers() if name not in known}
-    filled = template.substitute(known | unknown)
-    head, _, rest = filled.partition(mark)
-    base = posixpath.dirname(head)
-    head = f"{plain(base)}/{posixpath.basename(head)}" if base else head
-    return head, "/" in rest or bool(fields_of_documents(template))
-
-
-def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """The files whose names start with ``head``, perhaps after a number, as writers with max_file_size give it.
-
-    Only these are looked at: a folder that all ranks share may hold a million files, and to look at one may take a
-    request to a file server.
-    """
-    base, start = posixpath.split(head)
-    may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match
-    waiting = [base]
-    while waiting:
-        name = waiting.pop()
-        try:
-            found = os.scandir(root / name)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except PermissionError:
-            if name == base:
-                raise
-            continue  # not a folder of ours
-        with found:
-            for entry in found:  # not a list of them: a million take 200 MB
-                path = posixpath.join(name, entry.name)
-                if name == base and not may_be_ours(entry.name):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    waiting += [path] if everywhere and path != STAGING else []
-                elif entry.is_file():
-                    with suppress(FileNotFoundError):  # removed meanwhile
-                        yield path, entry.stat()
-
-
-def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Names that the scan has not met: behind a symbolic link, or of an earlier template."""
-    for name in names:
-        try:
-            yield name, (root / name).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-
-
-def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name in names:
-        # To whom may not list, S3 does not tell a missing file from a forbidden one.
-        with suppress(FileNotFoundError, PermissionError):
-            yield plain(name), folder.info(name)
-
-
-def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, Mapping[str, Any]]:
-    base, start = posixpath.split(head)
-    find = getattr(folder.fs, "_find", folder.fs.find)
-    options = {}
-    if start and "prefix" in inspect.signature(find).parameters:
-        options["prefix"] = (_NUMBER if numbered else "") + start
-    try:
-        listed = folder.find(base, detail=True, **options)
-    except FileNotFoundError:
-        return {}
-    return {path: info for path, info in listed.items() if info["type"] != "directory"}
+from datatrove_ckpt.retrying import file_system_call
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
@@ -296,7 +67,11 @@ OTHER_JOB = (
 
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     """The refusal to replace files that this rank has not published."""
-    is_are, it = ("is", "it") if len(names) == 1 else ("are", "them")
+    is_are = "is"
+    it = "it"
+    if len(names) > 1:
+        is_are = "are"
+        it = "them"
     return OutputMismatch(
         f"{where}: {_some(list(names[:_SHOWN]), len(names))} {is_are} there with other content, which this rank has "
         "not published. Nothing was overwritten. Probably another job writes to the same folder with the same "
@@ -307,7 +82,11 @@ def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
 
 def stray_advice(number: int) -> str:
     """What to do about files of a template that no commit names. ``run`` and ``verify`` say the same."""
-    it, its = ("it", "Its") if number == 1 else ("them", "Their")
+    it = "it"
+    its = "Its"
+    if number > 1:
+        it = "them"
+        its = "Their"
     return (
         f"{its} documents may be in the output twice. Move {it} out of the output folder, or delete {it} if nothing "
         f"else needs {it}"
@@ -332,7 +111,8 @@ class CommittedFile(OutputFile):
 
     @property
     def place(self) -> str:
-        return f"{self.root}{', ' if self.root else ''}rank {self.rank}, chunk {self.chunk_index}"
+        place = f"rank {self.rank}, chunk {self.chunk_index}"
+        return f"{self.root}, {place}" if self.root else place
 
 
 class RankCommits:
@@ -363,12 +143,16 @@ class RankCommits:
         self.rank = rank
         self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
-        self.has_run = self.is_finished = False
+        self.has_run = False
+        self.is_finished = False
         self._read = read
         self.unfinished: set[tuple[str, int]] = set()
-        for checkpoint in (root, *(retry_folders(root) if retries is None else retries)):
-            if (folder := rank_folder(checkpoint, rank)).is_dir():
-                name = "" if checkpoint == root else checkpoint.name
+        if retries is None:
+            retries = retry_folders(root)
+        names = {root: ""} | {retry: retry.name for retry in retries}
+        for checkpoint, name in names.items():
+            folder = rank_folder(checkpoint, rank)
+            if folder.is_dir():
                 found = read_rank(name, rank, folder, want, read=read)
                 self._add(found)
                 seen(found)
@@ -378,10 +162,20 @@ class RankCommits:
             raise found.damage
         for commit in found.commits.values():
             for file in commit.files:
-                known = (plain(file.path), file.size, "", file.hub_hash, file.stamp)
-                self.files.append(CommittedFile(*known, found.root, self.rank, commit.chunk_index))
+                committed = CommittedFile(
+                    plain(file.path),
+                    file.size,
+                    "",
+                    file.hub_hash,
+                    file.stamp,
+                    root=found.root,
+                    rank=self.rank,
+                    chunk_index=commit.chunk_index,
+                )
+                self.files.append(committed)
         if not found.root:
-            self.has_run, self.is_finished = bool(found.run), found.is_finished
+            self.has_run = bool(found.run)
+            self.is_finished = found.is_finished
         self.unfinished |= {(found.root, index) for index in found.open_chunks}
 
     @cached_property
@@ -415,9 +209,12 @@ def committed_files(writer: DiskWriter, root: Path) -> int:
     Raises:
         CheckpointError: a checkpoint is damaged, or cannot be read.
     """
-    commits = [RankCommits(root, rank) for rank in (rank_numbers(root) if root.is_dir() else ())]
-    is_here = _recorded_folder(root, commits) in (writer.output_folder.resolve_paths(""), None)
-    return sum(len(each.files) for each in commits) if is_here else 0
+    if not root.is_dir():
+        return 0
+    commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
+    if _recorded_folder(root, commits) not in (writer.output_folder.resolve_paths(""), None):
+        return 0
+    return sum(len(rank.files) for rank in commits)
 
 
 def _recorded_folder(root: Path, ranks: Iterable[RankCommits]) -> str | None:
@@ -462,8 +259,9 @@ class OutputCheck:
             OutputMismatch: two commits name one file: one of them has overwritten the other's documents.
         """
         committed: dict[str, CommittedFile] = {}
-        for one in (one for rank_commits in commits for one in rank_commits.files):
-            if (other := committed.setdefault(one.path, one)) is not one:
+        for one in chain.from_iterable(rank_commits.files for rank_commits in commits):
+            other = committed.setdefault(one.path, one)
+            if other is not one:
                 raise OutputMismatch(
                     f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
                     f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
@@ -491,13 +289,18 @@ class OutputCheck:
         """
         self.owner.check(self.is_unused)
         found = list_output(self.writer, committed, rank, others)
-        for name in found.touched if contents else ():
-            if self._committed_hash(committed[name]) != self._hash(name):
-                found.altered.add(name)
-        inside = self.root.relative_to(self.where).as_posix() if self.root.is_relative_to(self.where) else None
+        if contents:
+            for name in found.touched:
+                if self._committed_hash(committed[name]) != self._hash(name):
+                    found.altered.add(name)
+        checkpoint = None
+        if self.root.is_relative_to(self.where):
+            checkpoint = f"{self.root.relative_to(self.where).as_posix()}/"
         for name in found.sizes:
-            match = None if name in committed else self._any_writer.fullmatch(name)
-            if match is not None and (inside is None or not name.startswith(f"{inside}/")):
+            if name in committed:
+                continue
+            match = self._any_writer.fullmatch(name)
+            if match is not None and (checkpoint is None or not name.startswith(checkpoint)):
                 (root, number), _ = rank_and_chunk(match)
                 found.by_rank[number].append((root, name))
         return found
@@ -531,10 +334,16 @@ class OutputCheck:
             return
         self._refuse_other_folder(wrong[0])
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong[:_SHOWN]]
+        moved = ""
+        output = None
+        if not found.sizes:
+            moved = _MOVED
+            output = self.where  # the folder may be gone, and then repair wants it named
+        repair = repair_command(self.root, logging_dir=self._logging_dir, output=output)
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
-            f"{_some(shown, len(wrong))}. {'' if found.sizes else _MOVED}Put them back, or have them made "
-            f"again: {self._repair(found)}, then run the same command again{_retry_note(wrong)}. Files that nobody "
+            f"{_some(shown, len(wrong))}. {moved}Put them back, or have them made "
+            f"again: {repair}, then run the same command again{_retry_note(wrong)}. Files that nobody "
             f"touched were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
         )
 
@@ -589,7 +398,9 @@ class OutputCheck:
             )
 
     def _is_own(self, name: str, intended: Container[str] | None) -> bool:
-        return self._ours.fullmatch(name) is not None if intended is None else name in intended
+        if intended is None:
+            return self._ours.fullmatch(name) is not None
+        return name in intended
 
     def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:
         """Refuses to call a rank complete while files of its template are there that no commit names.
@@ -613,8 +424,11 @@ class OutputCheck:
         if not root and chunk_index not in commits.chunks:
             return False
         # Fields of documents may hold numbers, too: is there another rank that may have given this name?
-        numbers = set(re.findall(r"(?=(\d{5,}))", name)) if "rank" in match.groupdict() else set()
-        others = {digits[:end] for digits in numbers for end in range(5, len(digits) + 1)} - {f"{rank:05d}"}
+        others: set[str] = set()
+        if "rank" in match.groupdict():
+            for digits in re.findall(r"(?=(\d{5,}))", name):
+                others.update(digits[:end] for end in range(5, len(digits) + 1))
+        others.discard(f"{rank:05d}")
         return not any(self._of_rank(rank=number).fullmatch(name) for number in others)
 
     def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
@@ -652,17 +466,16 @@ class OutputCheck:
         (root, _), chunk_index = rank_and_chunk(match)
         return (root, chunk_index) in commits.unfinished
 
-    def _repair(self, found: FoundFiles) -> str:
-        """The command that has lost files made again."""
-        # The folder may be gone, and then repair wants it named.
-        return repair_command(self.root, logging_dir=self._logging_dir, output=None if found.sizes else self.where)
-
 
 def _retry_note(wrong: list[CommittedFile]) -> str:
-    if all(one.root for one in wrong):
+    if all(file.root for file in wrong):
         return ", with --retry-dead-letters"
-    return ", and with --retry-dead-letters when it is done" if any(one.root for one in wrong) else ""
+    if any(file.root for file in wrong):
+        return ", and with --retry-dead-letters when it is done"
+    return ""
 
 
 def _some(names: list[str], number: int) -> str:
-    return "; ".join(names) + (f"; and {number - len(names)} more" if number > len(names) else "")
+    if number > len(names):
+        names = [*names, f"and {number - len(names)} more"]
+    return "; ".join(names)

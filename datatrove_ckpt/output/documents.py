@@ -95,8 +95,11 @@ def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult
     Raises:
         TypeError: they are those of something else.
     """
-    kind = WholeResult if "tool_calls" in fields else PathResult if "answer" in fields else plain
-    return kind(**fields)
+    if "tool_calls" in fields:
+        return WholeResult(**fields)
+    if "answer" in fields:
+        return PathResult(**fields)
+    return plain(**fields)
 
 
 Other: TypeAlias = Callable[[object], object]
@@ -134,24 +137,35 @@ def encode_finished(document: Document, key: str) -> bytes:
     Usual is: JSON only, no media, and a list of nothing but InferenceResults at ``key`` of its metadata. They become
     plain objects, and a last field, "$results", names the key.
     """
-    text, results = document.text, document.metadata[key]
-    has_types = isinstance(text, str) and isinstance(document.id, str) and isinstance(document.metadata, dict)
-    has_types = has_types and isinstance(document.media, list) and results and RESULTS.issuperset(map(type, results))
-    if has_types and text and document.id and not document.media:  # JsonlWriter leaves out what is empty
-        metadata = {**document.metadata, key: [_fields(result) for result in results]}
-        fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
-        try:
-            data, at = orjson.dumps(fields, option=_OPTIONS), len(text)
-        except TypeError:  # orjson's, too
-            return encode(document)
-        if data.find(_TAG_BYTES, at) < 0 and (data.find(b"null", at) < 0 or not has_nan(metadata)):
-            return trim(data)
+    text = document.text
+    results = document.metadata[key]
+    if not _is_usual(document) or not results or not RESULTS.issuperset(map(type, results)):
+        return encode(document)
+    metadata = {**document.metadata, key: [_fields(result) for result in results]}
+    fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
+    try:
+        data = orjson.dumps(fields, option=_OPTIONS)
+    except TypeError:  # orjson's, too
+        return encode(document)
+    if data.find(_TAG_BYTES, len(text)) < 0 and (data.find(b"null", len(text)) < 0 or not has_nan(metadata)):
+        return trim(data)
     return encode(document)
+
+
+def _is_usual(document: Document) -> bool:
+    """Whether a document has text, id and metadata of the usual types, and no media."""
+    if not isinstance(document.text, str) or not isinstance(document.id, str):
+        return False
+    if not document.text or not document.id:  # JsonlWriter leaves out what is empty
+        return False
+    return isinstance(document.metadata, dict) and isinstance(document.media, list) and not document.media
 
 
 def line_of(data: bytes) -> bytes | None:
     """The line that ``JsonlWriter`` writes of an encoded document, if that is known without parsing it."""
-    return data[: data.rindex(_RESULTS_BYTES)] + b"}\n" if data.endswith(_RESULTS_END) else None
+    if not data.endswith(_RESULTS_END):
+        return None
+    return data[: data.rindex(_RESULTS_BYTES)] + b"}\n"
 
 
 def dump(fields: dict[str, object], other: Other) -> bytes:
@@ -199,7 +213,9 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
     """
     if data.endswith(_RESULTS_END):
         return True
-    plain = (_RESULT_BYTES, _VECTOR_BYTES) if with_vectors else _RESULT_BYTES
+    plain: tuple[bytes, ...] = (_RESULT_BYTES,)
+    if with_vectors:
+        plain = (_RESULT_BYTES, _VECTOR_BYTES)
     # A quote inside a string is escaped, so these bytes stand for wrapped values only.
     at = data.find(_TAG_BYTES)
     while at >= 0 and data.startswith(plain, at):
@@ -323,7 +339,9 @@ def _view(value: tuple[str, list[int], str]) -> _Array:
 
 
 def _rows(array: _Array) -> object:
-    return array if array.ndim < 2 else [_rows(row) for row in array]
+    if array.ndim < 2:
+        return array
+    return list(map(_rows, array))
 
 
 def _from_scalar(value: tuple[str, str]) -> np.generic:
@@ -337,8 +355,9 @@ def _elements(value: frozenset[object]) -> list[object]:
 
 
 def _without_address(value: object) -> str:
-    text = repr(value)
-    return text if isinstance(value, str | bytes) else _ADDRESS.sub("", text)
+    if isinstance(value, str | bytes):
+        return repr(value)
+    return _ADDRESS.sub("", repr(value))
 
 
 def _from_delta(value: datetime.timedelta) -> list[int]:
@@ -393,9 +412,10 @@ class _Encoder:
         self.wrapped = 0
 
     def wrap(self, value: object) -> object:
-        plain = value if type(value) in RESULTS else as_plain(value)  # most values here are results
-        if plain is not value:
-            return plain
+        if type(value) not in RESULTS:  # most values here are results
+            plain = as_plain(value)
+            if plain is not value:
+                return plain
         wrapped = _wrapped(value)
         if wrapped is None:
             return self._other(value)
@@ -427,7 +447,9 @@ def as_plain(value: object) -> object:
     for base in _PLAIN_TYPES:
         if isinstance(value, base):
             return base(value)
-    return _fields(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _fields(value)
+    return value
 
 
 def _wrapped(value: object) -> dict[str, list[object]] | None:
@@ -451,9 +473,13 @@ def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> o
     if isinstance(value, np.generic):  # before float: numpy.float64 is a subclass of it
         return _wrapped(value) or other(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else {TAG: ["float", str(value)]}
+        if math.isfinite(value):
+            return value
+        return {TAG: ["float", str(value)]}
     if isinstance(value, int):
-        return value if -(2**63) <= value < 2**64 else {TAG: ["int", str(value)]}
+        if -(2**63) <= value < 2**64:
+            return value
+        return {TAG: ["int", str(value)]}
     if not depth:
         raise NoForm(f"a {type(value).__qualname__} that holds itself, or is in more than {_DEEPEST} others")
     wrap = functools.partial(wrap_deep, other=other, depth=depth - 1)

@@ -29,11 +29,15 @@ _BUFFER_BYTES = 1 << 20
 
 def missing_codec(compression: str | None, filename: str) -> str | None:
     """What to install for a file's compression; None if it is there. ``"infer"``: the name tells the compression."""
-    if compression == "infer":
-        compression = "zstd" if filename.endswith(".zst") else fsspec.utils.infer_compression(filename)
+    if compression == "infer" and filename.endswith(".zst"):
+        compression = "zstd"
+    elif compression == "infer":
+        compression = fsspec.utils.infer_compression(filename)
     if compression in fsspec.compression.compr:
         return None
-    return missing_package("zstandard") if compression == "zstd" else f"{compression!r} is not available here."
+    if compression == "zstd":
+        return missing_package("zstandard")
+    return f"{compression!r} is not available here."
 
 
 class _Files(OutputFileManager):  # type: ignore[misc]
@@ -167,7 +171,8 @@ class _RemoteStream(_OutputStream):
 
     def _remove_copy(self) -> None:
         """The hub's file system writes to a copy in the temporary folder, and keeps it after an error."""
-        if (copy := getattr(self._raw, "temp_file", None)) is not None:
+        copy = getattr(self._raw, "temp_file", None)
+        if copy is not None:
             Path(copy.name).unlink(missing_ok=True)
 
 

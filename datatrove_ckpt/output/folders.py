@@ -31,8 +31,10 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
     Raises:
         ConfigError: the output folder is the checkpoint's, or one that belongs to the checkpoint.
     """
-    below = None if checkpoints is None else _below(get_datafolder(checkpoints), writer.output_folder)
-    if below is not None and (not below or _OURS.fullmatch(below)):
+    if checkpoints is None:
+        return
+    below = _below(get_datafolder(checkpoints), writer.output_folder)
+    if below is not None and (below == "" or _OURS.fullmatch(below)):
         raise ConfigError(
             f"output_writer: output_folder {_path(writer.output_folder)!r} is in checkpoints_local_dir "
             f"{checkpoints!r}, among the files of the checkpoint. Choose another folder for one of them."
@@ -57,7 +59,8 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
             )
     seen: dict[Path, int] = {}
     for index, step in enumerate(pipeline):
-        if (folder := getattr(step, "checkpoints_local_dir", None)) is None:
+        folder = getattr(step, "checkpoints_local_dir", None)
+        if folder is None:
             continue
         first = seen.setdefault(Path(folder).absolute(), index)
         if first != index:
@@ -91,7 +94,8 @@ def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWrit
     for index, step in enumerate(pipeline):
         place = f"pipeline[{index}] {type(step).__name__}"
         for name in ("output_writer", "exclusion_writer"):
-            if isinstance(writer := getattr(step, name, None), DiskWriter):
+            writer = getattr(step, name, None)
+            if isinstance(writer, DiskWriter):
                 yield f"{place}: {name}", writer
         if isinstance(step, DiskWriter):
             yield place, step
@@ -123,17 +127,25 @@ def _sample(writer: DiskWriter) -> str:
 
 def _below(folder: DataFolder, other: DataFolder) -> str | None:
     """The path of ``other`` below the folder, "" if they are one; None if it is elsewhere."""
-    parent, child = _path(folder), _path(other)
+    parent = _path(folder)
+    child = _path(other)
     if child == parent:
         return ""
-    return child.removeprefix(f"{parent}/") if child.startswith(f"{parent}/") else None
+    if not child.startswith(f"{parent}/"):
+        return None
+    return child.removeprefix(f"{parent}/")
 
 
 def _path(folder: DataFolder) -> str:
     path = str(folder.resolve_paths(""))
-    if (hub := HubFolder.of(folder)) is not None:
-        return (replace(hub, revision=None) if hub.branch in (MAIN, f"refs/heads/{MAIN}") else hub).url
-    return str(Path(path).resolve()) if folder.is_local() else path.rstrip("/")
+    if folder.is_local():
+        return str(Path(path).resolve())
+    hub = HubFolder.of(folder)
+    if hub is None:
+        return path.rstrip("/")
+    if hub.branch in (MAIN, f"refs/heads/{MAIN}"):
+        hub = replace(hub, revision=None)
+    return hub.url
 
 
 def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:

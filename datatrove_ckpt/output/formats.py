@@ -66,10 +66,12 @@ class Jsonl(Format):
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
             try:
-                row = orjson.loads(line) if line.endswith(b"\n") else None
+                row = orjson.loads(line)
             except orjson.JSONDecodeError:
                 row = None
-            yield row if isinstance(row, dict) else None, line
+            if not isinstance(row, dict) or not line.endswith(b"\n"):
+                row = None
+            yield row, line
 
 
 class Parquet(Format):
@@ -93,9 +95,11 @@ class Parquet(Format):
                 wanted = [name for name in names if name in columns] or names[:1]  # without any, there are no rows
             has_float32 = columns is None and "float" in str(parquet.schema_arrow)
             for batch in parquet.iter_batches(1000, columns=wanted):
-                kind = pyarrow.struct(list(batch.schema)) if has_float32 else None
+                kind = pyarrow.struct(list(batch.schema))
                 for row in batch.to_pylist():
-                    yield (row if kind is None else _with_float32(row, kind)), b""
+                    if has_float32:
+                        row = _with_float32(row, kind)
+                    yield row, b""
 
 
 def _with_float32(value: Any, kind: Any) -> Any:

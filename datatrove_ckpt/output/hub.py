@@ -10,27 +10,19 @@ from __future__ import annotations
 
 import posixpath
 import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from datatrove.io import DataFolder
-from datatrove.pipeline.writers.disk_base import DiskWriter
-from loguru import logger
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import stamp_of
-from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
-from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.redaction import Redactor
-from datatrove_ckpt.retrying import failure_line, http_status
+from datatrove_ckpt.retrying import http_status
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -76,8 +68,12 @@ class HubFile:
         Args:
             digest: SHA-256, or git's hash of a file that is not in LFS; "": not known.
         """
-        listed = self.oid if len(digest) == _SHA256_DIGITS else self.blob if self.oid is None else None
-        return self.size == size and (not digest or listed is None or listed == digest)
+        listed = None
+        if len(digest) == _SHA256_DIGITS:
+            listed = self.oid
+        elif self.oid is None:
+            listed = self.blob
+        return self.size == size and (not digest or listed in (None, digest))
 
 
 @dataclass(frozen=True)
@@ -105,16 +101,20 @@ class HubFolder:
         Raises:
             ConfigError: the URL names no repository.
         """
-        kind, rest = "model", url.removeprefix(HUB).strip("/")
+        kind = "model"
+        rest = url.removeprefix(HUB).strip("/")
         first, _, after = rest.partition("/")
         if first in _KINDS:
-            kind, rest = _KINDS[first], after
+            kind = _KINDS[first]
+            rest = after
         owner, _, rest = rest.partition("/")
         name, at, path = rest.partition("@")
         revision = None
         if at and "/" not in name and kind != BUCKET:
             match = _REVISION.match(path)
-            revision, path = (unquote(match[0]), path[match.end() :]) if match else (None, path)
+            if match:
+                revision = unquote(match[0])
+                path = path[match.end() :]
         else:
             name, _, path = rest.partition("/")
         if not owner or not name or (at and revision is None and "@" in name):
@@ -142,8 +142,12 @@ class HubFolder:
     def url(self) -> str:
         """As ``parse`` reads it."""
         prefix = next(plural for plural, kind in _KINDS.items() if kind == self.kind)
-        revision = f"@{self.revision.replace('/', '%2F')}" if self.revision else ""
-        return f"{HUB}{prefix}/{self.repo}{revision}" + (f"/{self.path}" if self.path else "")
+        url = f"{HUB}{prefix}/{self.repo}"
+        if self.revision:
+            url += f"@{self.revision.replace('/', '%2F')}"
+        if self.path:
+            url += f"/{self.path}"
+        return url
 
     @property
     def is_bucket(self) -> bool:
@@ -160,6 +164,11 @@ class HubFolder:
         from huggingface_hub import HfApi
 
         return HfApi(endpoint=self.endpoint, library_name="datatrove-ckpt")
+
+    @property
+    def api_url(self) -> str:
+        """Where the hub's API has the repository."""
+        return f"{self.api().endpoint}/api/{self.kind}s/{self.repo}"
 
     def advice(self, error: BaseException) -> str:
         """What to do after a call that failed for good."""
@@ -183,7 +192,9 @@ class HubFolder:
 
     def below(self, name: str) -> HubFolder:
         """The folder of this name in it; "": itself."""
-        return replace(self, path=self.full_name(name)) if name else self
+        if not name:
+            return self
+        return replace(self, path=self.full_name(name))
 
     def files(self) -> dict[str, HubFile]:
         """Lists all files below the folder, by their names in it. A folder that does not exist holds none.
@@ -249,17 +260,14 @@ class HubFolder:
         Raises:
             OSError: the hub cannot be reached, or refuses.
         """
-        from huggingface_hub import constants, get_session, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+        from huggingface_hub import hf_raise_for_status
 
-        headers = build_hf_headers(library_name="datatrove-ckpt")
         places = {commit.oid: place for place, commit in enumerate(known.made)}
-        endpoint, branch = self.endpoint or constants.ENDPOINT, quote(self.branch, safe="")
-        url: str | None = f"{endpoint}/api/{self.kind}s/{self.repo}/commits/{branch}"
+        url: str | None = f"{self.api_url}/commits/{quote(self.branch, safe='')}"
         now = 0.0
         made: list[MadeCommit] = []
         while url is not None:
-            response = get_session().get(url, headers=headers, timeout=_READ_SECONDS)
+            response = get(url)
             hf_raise_for_status(response)
             now = _date(response.headers.get("Date")).timestamp()
             for item in response.json():
@@ -291,76 +299,32 @@ class HubFolder:
         return self.api().get_paths_info(self.repo, paths, revision=revision or self.revision, repo_type=self.kind)
 
 
+def get(url: str) -> Any:
+    """Sends a request for which the hub's client has no method. Returns a response of the client's own httpx."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    headers = build_hf_headers(library_name="datatrove-ckpt")
+    return get_session().get(url, headers=headers, timeout=_READ_SECONDS)
+
+
 def _date(header: str | None) -> datetime:
     """The hub's own time: the clock of this machine may be wrong."""
-    found = parsedate_to_datetime(header) if header else datetime.now(UTC)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    if not header:
+        return datetime.now(UTC)
+    found = parsedate_to_datetime(header)
+    if found.tzinfo is None:
+        return found.replace(tzinfo=UTC)
+    return found
 
 
 def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
-    lfs = getattr(entry, "lfs", None)
+    size = int(entry.size)
     if not hasattr(entry, "blob_id"):  # in a bucket
-        return HubFile(int(entry.size), stamp=stamp_of(getattr(entry, "xet_hash", None) or ""))
-    return HubFile(int(entry.size), lfs.sha256 if lfs is not None else None, entry.blob_id)
-
-
-# May a job write to its folder on the hub? Asked before anything is paid for, without leaving a trace.
-#
-#     question                                    asked by
-#     is there a token?                           no request
-#     is the repository there, may it be written  GET auth-check/write: the hub's own answer for token and repository
-#     is the revision a branch?                   GET refs, and only if the URL names a revision
-#     is a bucket there?                          GET of the bucket; there is no question for the right to write to it
-#
-# So a rank asks once, or twice. ``whoami-v2`` was rejected: it tells what a token is, not whether this repository takes
-# it (members of an organisation, resource groups), and the hub limits how often it may be asked.
-
-
-_ANSWER_SECONDS = 60.0
-_TIMEOUT_SECONDS = 30.0
-
-
-def check_access(
-    folder: HubFolder,
-    private: bool | None = None,
-    calls: StoppableCalls | None = None,
-    only_look: bool = False,
-    committed: Callable[[], int] | None = None,
-) -> str:
-    """Returns when the folder can be written to. Waits for a hub that is away or refuses for now.
-
-    Args:
-        private: how to make a repository that is missing; None: do not make it.
-        calls: ends the wait when it is stopped.
-        only_look: make nothing, and wait for seconds only.
-        committed: counts the files that the job has committed there. Called if the repository is missing: a new one
-            in its place would lack them.
-
-    Returns:
-        What was found, for people.
-
-    Raises:
-        OutputFailed: the folder cannot be written to. Says what to do.
-        Stopping: ``calls`` was stopped.
-    """
-    calls = calls or StoppableCalls()
-    access = _Access(folder, private, not only_look, committed)
-    policy = retrying.HUB_PROBE if only_look else retrying.HUB_LOOK
-    try:
-        return policy.run(partial(calls.run, access.ask, _ANSWER_SECONDS), folder.url, access.shown, sleep=calls.sleep)
-    except _Refused as error:
-        raise OutputFailed(str(error)) from None
-    except OSError as error:
-        advice = f"{folder.advice(error)} Then run the same command again."
-        raise OutputFailed(f"{folder.url}: {access.shown(error)}. {advice}") from error
-
-
-def private_if_made(writer: DiskWriter) -> bool | None:
-    """How datatrove's writers for the hub make a missing repository; None for other writers, which do not make any."""
-    name = type(writer).__name__
-    if name not in ("HuggingFaceDatasetWriter", "HuggingFaceBucketWriter"):
-        return None
-    return bool(getattr(writer, "private", True))
+        return HubFile(size, stamp=stamp_of(getattr(entry, "xet_hash", None) or ""))
+    if entry.lfs is None:
+        return HubFile(size, blob=entry.blob_id)
+    return HubFile(size, entry.lfs.sha256, entry.blob_id)
 
 
 def is_missing_repository(error: BaseException | None) -> bool:
@@ -368,136 +332,3 @@ def is_missing_repository(error: BaseException | None) -> bool:
     from huggingface_hub.errors import BucketNotFoundError, RepositoryNotFoundError
 
     return isinstance(error, RepositoryNotFoundError | BucketNotFoundError)
-
-
-def repository_is_gone(folder: HubFolder, committed: int) -> str:
-    """The message about a repository or a bucket that is missing, although the job has committed files there."""
-    return _gone(folder, f"there is no {_kind(folder)} {folder.repo}, or this token may not see it", committed)
-
-
-def _gone(folder: HubFolder, what: str, committed: int) -> str:
-    return (
-        f"{folder.url}: {what}, but this job has committed {plural(committed, 'file')} there. It was deleted or "
-        "renamed, or the token is another one. Restore it or rename it back, or set output_folder to its new name and "
-        "accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If the files are lost, "
-        "start anew with another checkpoints_local_dir and logging_dir: everything is generated again."
-    )
-
-
-def _kind(folder: HubFolder) -> str:
-    return "bucket" if folder.is_bucket else f"{folder.kind} repository"
-
-
-class _Refused(PermissionError):
-    """A user must act. An ``OSError``, because calls into libraries end with these only."""
-
-
-@dataclass
-class _Access:
-    """The questions about one folder. The attributes are arguments of ``check_access``."""
-
-    _folder: HubFolder
-    _private: bool | None
-    _make: bool
-    _count_committed: Callable[[], int] | None
-
-    def ask(self) -> str:
-        from huggingface_hub import constants, get_token
-
-        if constants.HF_HUB_OFFLINE:
-            raise _Refused(f"{self._folder.url}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it.")
-        if get_token() is None:
-            raise _Refused(
-                f"{self._folder.url}: there is no token for the hub. Export HF_TOKEN with one that may write to "
-                f"{self._folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
-            )
-        return self._check_bucket() if self._folder.is_bucket else self._check_repository()
-
-    def _check_bucket(self) -> str:
-        from huggingface_hub.errors import BucketNotFoundError
-
-        try:
-            self._folder.api().bucket_info(self._folder.repo)
-        except BucketNotFoundError:
-            return self._missing()
-        return f"{self._folder.url} exists. Whether the token may write to a bucket shows with the first file."
-
-    def _check_repository(self) -> str:
-        from huggingface_hub import get_session, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-        folder, headers = self._folder, build_hf_headers(library_name="datatrove-ckpt")
-        url = f"{folder.api().endpoint}/api/{folder.kind}s/{folder.repo}/auth-check/write"
-        response = get_session().get(url, headers=headers, timeout=_TIMEOUT_SECONDS)
-        if response.headers.get("X-Error-Code") == "RepoNotFound":
-            return self._missing()
-        if response.status_code != 404:
-            hf_raise_for_status(response)
-        if folder.revision is not None:
-            self._check_branch(folder.revision)
-        if response.status_code == 404:
-            return f"{self._folder.url}: whether the token may write to this hub shows with the first file."
-        return f"{self._folder.url} exists, and the token may write to it."
-
-    def _check_branch(self, revision: str) -> None:
-        refs = self._folder.api().list_repo_refs(
-            self._folder.repo, repo_type=self._folder.kind, include_pull_requests=revision.startswith("refs/pr/")
-        )
-        branches = {name for ref in refs.branches for name in (ref.name, ref.ref)}
-        if revision in branches or revision in {ref.ref for ref in refs.pull_requests or []}:
-            return
-        if revision in {name for ref in refs.tags for name in (ref.name, ref.ref)}:
-            raise _Refused(f"{self._folder.url}: {revision!r} is a tag. Files can only be added to a branch: name one.")
-        if committed := self._committed():
-            raise _Refused(_gone(self._folder, f"{self._folder.repo} has no branch {revision!r}", committed))
-        what = ["hf", "repos", "branch", "create", self._folder.repo, revision, "--repo-type", self._folder.kind]
-        raise _Refused(
-            f"{self._folder.url}: {self._folder.repo} has no branch {revision!r}. Correct the name, or make the "
-            f"branch: {shlex.join(what)}"
-        )
-
-    # a missing repository --------------------------------------------------------------------------------------------
-
-    def _committed(self) -> int:
-        try:
-            return self._count_committed() if self._count_committed is not None else 0
-        except CkptError as error:
-            raise _Refused(f"{self._folder.url} has vanished, or this token may not see it. {error}") from None
-
-    def _missing(self) -> str:
-        if committed := self._committed():
-            raise _Refused(repository_is_gone(self._folder, committed))
-        kind = _kind(self._folder)
-        how = "private" if self._private else "public"
-        if self._private is None:
-            raise _Refused(
-                f"{self._folder.url}: there is no {kind} {self._folder.repo}, or this token may not see it. Correct "
-                f"the name or the token, or make it: {self._command()}"
-            )
-        if self._folder.revision is not None:
-            raise _Refused(
-                f"{self._folder.url}: there is no {kind} {self._folder.repo}, so it has no branch "
-                f"{self._folder.revision!r}. Make both: {self._command()}, then hf repos branch create."
-            )
-        if not self._make:
-            return f"{self._folder.url}: there is no {kind} {self._folder.repo} yet; a run makes it, {how}."
-        api = self._folder.api()
-        create = api.create_bucket if self._folder.is_bucket else partial(api.create_repo, repo_type=self._folder.kind)
-        create(self._folder.repo, private=self._private, exist_ok=True)
-        logger.info(f"{self._folder.url}: made the {how} {kind} {self._folder.repo}, which was not there.")
-        return f"{self._folder.url}: made the {how} {kind}."
-
-    def _command(self) -> str:
-        kind, of_kind = ("buckets", []) if self._folder.is_bucket else ("repos", ["--repo-type", self._folder.kind])
-        return shlex.join(["hf", kind, "create", self._folder.repo, *of_kind, "--private"])
-
-    # failures --------------------------------------------------------------------------------------------------------
-
-    def shown(self, error: BaseException) -> str:
-        """One line without the token, which a proxy may have quoted."""
-        from huggingface_hub import get_token
-
-        status, said = http_status(error), getattr(error, "server_message", None)
-        answers = f"the hub answers {status}" + (f", {said}" if said else "")
-        text = failure_line(error) if status is None else answers
-        return " ".join(Redactor(get_token() or "")(text).split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""Uploads a rank's files to the hub, and commits them: few commits for many files, in a thread of its own.
+"""Commits a rank's uploaded files to the hub: few commits for many files, in a thread of its own.
 
 The hub allows 128 commits per hour and repository, to all ranks together. So files whose content is uploaded wait until
 the first of them has waited ``hub_commit_seconds`` or a part of it, or there are 100 of them, or the rank has no more;
@@ -10,283 +10,36 @@ then for the rank's turn (``hub_pace``). Meanwhile more files come together, and
 
 The hub may show a state before the commit that it has just made, so the same commit may be made twice. That is
 harmless: it puts the same bytes to the same paths.
-
-The content of a chunk's files is uploaded ahead of the commit that names them. ``preupload_lfs_files`` reads the staged
-file itself: no copy is made. Content that the hub has already, because an earlier attempt uploaded it, is not sent
-again. Small text files are no LFS objects: they travel inside the commit.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from loguru import logger
 
 from datatrove_ckpt import retrying
-from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.layout import COMMITS
-from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
-from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import duration, plural, ranges
-from datatrove_ckpt.output.committed import FoundFiles, other_content
-from datatrove_ckpt.output.hub import HubFile, HubFolder
-from datatrove_ckpt.output.hub_pace import CommitPace, History, commit_title
+from datatrove_ckpt.output.hub_pace import CommitPace, commit_title
+from datatrove_ckpt.output.hub_uploads import (
+    GENERATION_GOES_ON,
+    HubUploads,
+    UploadedFile,
+    given_up,
+    hub_failure,
+)
 from datatrove_ckpt.output.names import plain
-from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import Attempts, RetryPolicy, http_status, library_line
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
-
-T = TypeVar("T")
-
-ANSWER_SECONDS = 600.0
-"""How long the hub may take to answer a request. The client itself would wait for ever."""
-
-SLOWEST_BYTES_PER_SECOND = 50_000
-"""An upload that is slower than this is given up and made again."""
+from datatrove_ckpt.retrying import Attempts
 
 MOST_FILES = 100
 """Files in a commit. The hub advises fewer than 100 or so."""
 
 MOST_BYTES = 32 * 2**20
 """Bytes of small files that travel inside a commit."""
-
-LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each further look at files that the hub does not show yet: it may list a folder as it was before its
-newest commits."""
-
-GENERATION_GOES_ON = "; generation goes on"
-
-_SHOWN_BY_NOW_SECONDS = 600.0
-_MOST_REMOVED = 1000  # files in a commit: without content, it takes more than of new ones
-_CONTENTION = (409, 412)
-
-
-class UploadedFile:
-    """A file whose content is on the hub, or goes there inside its commit. ``operation``: after its upload."""
-
-    def __init__(self, name: str, operation: CommitOperationAdd) -> None:
-        self.name = name
-        self._operation = operation
-        self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
-        self.bytes_in_commit = operation.upload_info.size if self._is_regular else 0
-        self.earlier: Collection[str] = ()
-        """The hashes of content that the rank may have published under this name before."""
-        self.is_ignored = bool(getattr(operation, "_should_ignore", False))
-        """Whether the repository's .gitignore leaves the file out of every commit, without an error."""
-
-    def operation(self) -> CommitOperationAdd:
-        """A new operation for each attempt: the client marks those that were committed, and refuses them then."""
-        return copy.copy(self._operation)
-
-    def is_there(self, found: HubFile | None) -> bool:
-        """Whether this is the file that the hub has."""
-        if found is None or found.size != self._operation.upload_info.size:
-            return False
-        return (found.blob if self._is_regular else found.oid) == self.content_hash
-
-    def may_replace(self, found: HubFile) -> bool:
-        """Whether the file that the hub has is this one, or one that the rank has published before."""
-        return self.is_there(found) or found.hash in self.earlier
-
-    @cached_property
-    def content_hash(self) -> str:
-        """The hash by which the hub lists the file: SHA-256, or git's hash of a file that is not in LFS."""
-        if not self._is_regular:
-            return str(self._operation.upload_info.sha256.hex())
-        with self._operation.as_file() as file:
-            content = file.read()
-        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-class HubReads:
-    """Reads from one folder, and waits for a hub that does not answer."""
-
-    def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
-        self.folder = folder
-        self.calls = calls
-
-    def looked(self, what: str, call: Callable[[], T], patience_seconds: float | None = None) -> T:
-        """Calls until it works, before or after generation.
-
-        Args:
-            patience_seconds: how long it may fail, and how long one call may take; None: five minutes.
-
-        Raises:
-            OutputFailed: it cannot work, or has failed for that long.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        policy = retrying.HUB_LOOK
-        if patience_seconds is not None:
-            policy = replace(policy, patience=patience_seconds)
-        return self._retried(what, call, policy.patience, policy)
-
-    def _retried(
-        self,
-        what: str,
-        call: Callable[[], T],
-        at_most_seconds: float,
-        policy: RetryPolicy,
-        sleep: Callable[[float], None] | None = None,
-    ) -> T:
-        """``at_most_seconds``: for one call."""
-        run = partial(self.calls.run, call, at_most_seconds)
-        meanwhile = GENERATION_GOES_ON if policy is retrying.HUB else ""
-        try:
-            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self.calls.sleep)
-        except OSError as error:
-            raise given_up(self.folder, what, error) from error
-
-    def look_again(self, found: FoundFiles, files: Iterable[OutputFile], looks: Iterable[float] | None = None) -> None:
-        """Adds to a listing what the hub shows now of those files that it seemed to lack, or to have changed.
-
-        Args:
-            looks: seconds before each further look; None: ``LAG_LOOKS``.
-
-        Raises:
-            OutputFailed: the hub cannot be asked.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        for seconds in LAG_LOOKS if looks is None else looks:
-            files = [file for file in files if not found.is_right(file)]
-            if not files:
-                return
-            self.calls.sleep(seconds)
-            names = [plain(file.path) for file in files]
-            found.show(self.looked("cannot be listed", partial(self._newest, names)))
-
-    def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist in the branch's newest commit, which a branch's name may lag behind."""
-        folder = self.folder
-        if folder.is_bucket:
-            return folder.look_up(names)
-        head = folder.api().repo_info(folder.repo, revision=folder.branch, repo_type=folder.kind).sha
-        return folder.look_up(names, head)
-
-
-class HubUploads(HubReads):
-    """Uploads to one folder, and commits there.
-
-    Args:
-        lease: to be checked before a commit. It is checked before each further attempt of an upload.
-    """
-
-    def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
-        super().__init__(folder, calls)
-        self.lease = lease
-        self._history = History()
-        self._seen: list[str | None] = [None]
-        """The commits of the branch, in the order in which this process has seen them."""
-
-    def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the content of files. Returns them, to be committed.
-
-        Args:
-            files: paths by their names in the folder. They must stay until they are committed.
-
-        Raises:
-            OutputFailed: the hub refuses them.
-            Stopping: ``stop`` was called meanwhile.
-        """
-
-        if not files:
-            return []
-        send = self._put_in_bucket if self.folder.is_bucket else self._preupload
-        seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
-        what = f"{_some(list(files))} could not be uploaded"
-        uploaded = self._retried(what, partial(send, files), seconds, retrying.HUB, self._pause)
-        if ignored := [file.name for file in uploaded if file.is_ignored]:
-            raise OutputFailed(
-                f"{self.folder.url}: the repository's .gitignore leaves {_some(ignored)} out of every commit. Change "
-                "it, or choose another output_filename, and run the same command again. Nothing that was saved is lost."
-            )
-        return uploaded
-
-    def _preupload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        from huggingface_hub import CommitOperationAdd
-
-        folder = self.folder
-        added = {name: CommitOperationAdd(folder.full_name(name), str(path)) for name, path in files.items()}
-        folder.api().preupload_lfs_files(
-            folder.repo, added.values(), repo_type=folder.kind, revision=folder.branch, free_memory=False
-        )
-        return [UploadedFile(name, operation) for name, operation in added.items()]
-
-    def _put_in_bucket(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """A bucket has no commits: its files are in place when this returns."""
-        folder = self.folder
-        folder.api().batch_bucket_files(
-            folder.repo, add=[(path, folder.full_name(name)) for name, path in files.items()]
-        )
-        return []
-
-    def there(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist. Waits for a hub that does not answer.
-
-        Raises:
-            OutputFailed: the hub refuses.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        look_up = partial(self.folder.look_up, names)
-        return self._retried("cannot be listed", look_up, ANSWER_SECONDS, retrying.HUB, self._pause)
-
-    def history(self) -> History:
-        """The branch's newest commit, and the commits of the last hour.
-
-        Raises:
-            OSError: the hub refused, or no answer came.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
-        self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
-        self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
-        return self._history
-
-    def is_earlier(self, history: History, seen: int) -> bool:
-        """Whether what the hub shows is a state before a commit. ``seen``: what ``commit`` has returned for that."""
-        return history.head in self._seen[:seen]
-
-    def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
-        """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have happened.
-
-        Returns how many commits had been seen before.
-
-        The files of another job may have appeared since the rank's start: only content that this rank may have
-        published is replaced.
-
-        Args:
-            head: the branch's newest commit. If there is a newer one, the hub refuses (412).
-
-        Raises:
-            OutputMismatch: a file is there with other content. Nothing was overwritten.
-            OSError: the hub refused it, or no answer came.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        folder = self.folder
-        found = self.calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
-        others = [file.name for file in files if file.name in found and not file.may_replace(found[file.name])]
-        if others:
-            raise other_content(folder.url, others)
-        operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]
-        if not operations:  # an earlier commit whose answer got lost
-            return len(self._seen)
-        self.calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
-        return len(self._seen)
-
-    def _pause(self, seconds: float) -> None:
-        self.calls.sleep(seconds)
-        self.lease.check()
 
 
 @dataclass
@@ -373,7 +126,9 @@ class HubCommits(Placement):
         """Waits until a commit is due. Returns what it may carry, and nothing once the rank stops."""
         with self._change:
             while not self._calls.stopped:
-                due = self._waiting_since + self._seconds - time.monotonic() if self._queue else None
+                due = None
+                if self._queue:
+                    due = self._waiting_since + self._seconds - time.monotonic()
                 is_full = len(self._queue) >= MOST_FILES or sum(f.bytes_in_commit for f, _ in self._queue) >= MOST_BYTES
                 if due is not None and (due <= 0 or self._hurried or is_full):
                     return self._first_files()
@@ -391,17 +146,21 @@ class HubCommits(Placement):
         return batch
 
     def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
-        files, chunks = [file for file, _ in batch], {chunk.index: chunk for _, chunk in batch}
+        files = [file for file, _ in batch]
         self._uploads.lease.check()
-        title = commit_title(plural(len(files), "file"), self._rank, ranges(chunks))
+        chunks = ranges({chunk.index for _, chunk in batch})
+        title = commit_title(plural(len(files), "file"), self._rank, chunks)
         try:
-            history, ends = self._uploads.history(), self._hurried
-            if seconds := self._pace.seconds_until_turn(history, ends):
+            history = self._uploads.history()
+            ends = self._hurried
+            seconds = self._pace.seconds_until_turn(history, ends)
+            if seconds:
                 self._wait_for_turn(len(history.of_last_hour), seconds, ends)
                 return
             seen = self._uploads.commit(files, title, history.head)
         except OSError as error:
-            folder, what = self._uploads.folder, f"{plural(len(self._queue), 'file')} wait for a commit"
+            folder = self._uploads.folder
+            what = f"{plural(len(self._queue), 'file')} wait for a commit"
             try:
                 self._calls.sleep(attempts.failed(f"{folder.url}: {what}", error))
             except OSError:
@@ -420,65 +179,17 @@ class HubCommits(Placement):
                 chunk.waiting.done()
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
-        most = self._pace.most(ends)
+        kept = self._pace.per_hour - self._pace.most(ends)
+        share = ""
+        if kept:
+            share = f", {kept} of them for ranks that end"
+        meanwhile = "generation goes on"
+        if ends:
+            meanwhile = "the rank has nothing else left to do"
         logger.info(
             f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: {made} were made "
-            f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}"
-            + (f", {self._pace.per_hour - most} of them for ranks that end" if most < self._pace.per_hour else "")
-            + f". Next look in {duration(seconds)}; "
-            + ("the rank has nothing else left to do." if ends else "generation goes on.")
+            f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}{share}. "
+            f"Next look in {duration(seconds)}; {meanwhile}."
         )
         with self._change:
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
-
-
-def remove_files(hub: HubFolder, names: Sequence[str]) -> None:
-    """Removes those of the files that exist: many in one commit. Waits for a hub that refuses for now.
-
-    Raises:
-        OutputFailed: they could not be removed.
-    """
-    reads = HubReads(hub, StoppableCalls())
-    for start in range(0, len(names), _MOST_REMOVED):
-        part = names[start : start + _MOST_REMOVED]
-        # Again before each attempt: the hub refuses to remove what is not there, and an answer may have got lost.
-        reads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
-
-
-def _remove(hub: HubFolder, names: Sequence[str]) -> None:
-    from huggingface_hub import CommitOperationDelete
-
-    there = [hub.full_name(name) for name in hub.look_up(names)]
-    if not there:
-        return
-    if hub.is_bucket:
-        hub.api().batch_bucket_files(hub.repo, delete=there)
-        return
-    message = f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair"
-    hub.commit([CommitOperationDelete(path) for path in there], message)
-
-
-def looks_for(folders: Iterable[Path]) -> tuple[float, ...]:
-    """How often to look again, from the age of the newest commit in these ranks' folders: old ones are shown by now."""
-    newest = 0.0
-    for folder in folders:
-        with suppress(FileNotFoundError):
-            newest = max(newest, (folder / COMMITS).stat().st_mtime)
-    return LAG_LOOKS if time.time() - newest < _SHOWN_BY_NOW_SECONDS else LAG_LOOKS[:1]
-
-
-def hub_failure(error: BaseException) -> str:
-    """What a log line says about a failed call."""
-    if http_status(error) in _CONTENTION:
-        return f"another process committed at the same moment (HTTP {http_status(error)})"
-    return library_line(error)
-
-
-def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
-    """The error for a call that is not made again: what happened, and what to do."""
-    kept = "Nothing that was saved is lost: run the same command again"
-    return OutputFailed(f"{folder.url}: {what}: {library_line(error)}. {folder.advice(error)} {kept}.")
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{plural(len(names), 'file')} ({names[0]}, ...)"

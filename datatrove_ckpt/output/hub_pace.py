@@ -62,7 +62,9 @@ class History:
     @property
     def head(self) -> str | None:
         """The newest commit."""
-        return self.made[0].oid if self.made else None
+        if not self.made:
+            return None
+        return self.made[0].oid
 
     @property
     def of_last_hour(self) -> list[MadeCommit]:
@@ -96,7 +98,9 @@ class CommitPace:
 
     def most(self, ends: bool) -> int:
         """Commits in an hour beyond which a rank waits. ``ends``: it has nothing else left to do."""
-        return self.per_hour if ends else math.ceil(self.per_hour * _SHARE_BEFORE_END)
+        if ends:
+            return self.per_hour
+        return math.ceil(self.per_hour * _SHARE_BEFORE_END)
 
     def seconds_until_turn(self, history: History, ends: bool = False) -> float:
         """Seconds until the rank should look again; 0: it may commit now.
@@ -111,6 +115,6 @@ class CommitPace:
         over = len(made) - self.most(ends)
         if over < 0:
             return 0.0
-        competing = len({match[1] if (match := _RANK.search(commit.title)) else "" for commit in made})
-        turn = min(over + random.randrange(competing), len(made) - 1)
+        competing = {"".join(_RANK.findall(commit.title)) for commit in made}
+        turn = min(over + random.randrange(len(competing)), len(made) - 1)
         return made[turn].at + HOUR - history.now + random.uniform(0, _SPREAD_SECONDS)

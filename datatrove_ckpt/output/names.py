@@ -55,7 +55,9 @@ class FileNames:
         self.fields = fields_of_documents(template)
         self.rank = rank
         self._prefix = prefix
-        self._number = len("000_") if writer.max_file_size > 0 else 0
+        self._number = 0
+        if writer.max_file_size > 0:
+            self._number = len("000_")
         self._reserved = [(STAGING,), *_checkpoints_below(writer, checkpoints)]
         neutral = dict.fromkeys(self.fields, "x") | {"rank": "00000", "chunk_index": "00000"}
         self._odd_parts_of_template = _odd_parts(Template(self.template).substitute(neutral))
@@ -94,7 +96,8 @@ class FileNames:
                 f"{self.template!r} needs. Set it in a step before this one or in the rollout, or choose another "
                 "output_filename."
             ) from error
-        if self.fields and (problem := self._problem(values, name)):
+        problem = self._problem(values, name) if self.fields else None
+        if problem:
             shown = ", ".join(f"{field} = {safe_repr(values[field])}" for field in self.fields)
             raise InvalidFileName(
                 f"Document {values['id']!r}: with its {shown}, output_filename {self.template!r} gives the file name "
@@ -113,7 +116,8 @@ class FileNames:
             return "has characters that are no Unicode text"
         if _odd_parts(name) > self._odd_parts_of_template:
             return 'leaves the output folder, or has an empty part, "." or ".."'
-        if (longest := max(map(len, parts)) + self._number) > _MOST_BYTES_OF_A_PART:
+        longest = max(map(len, parts)) + self._number
+        if longest > _MOST_BYTES_OF_A_PART:
             return f"has a part of {longest} bytes; {_MOST_BYTES_OF_A_PART} is the limit of file systems"
         if len(name.encode()) > _MOST_BYTES:
             return f"is longer than {_MOST_BYTES} bytes"
@@ -158,7 +162,9 @@ def _odd_parts(name: str) -> int:
 def plain(name: str) -> str:
     """The name without parts such as "." in it, as a listing has it."""
     found = posixpath.normpath(name)
-    return name if found == name else found  # no second copy of a million names
+    if found == name:
+        return name  # no second copy of a million names
+    return found
 
 
 # recognising names ---------------------------------------------------------------------------------------------------
@@ -171,24 +177,30 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
         any_writer: also names that datatrove's own InferenceRunner gives, and those with other endings.
         rank: digits of the only rank to recognise; every rank if it is not given.
     """
-    chunk = _RETRY + (_ANY_CHUNK if any_writer else _CHUNK)
-    numbers = {"rank": rank, "chunk_index": chunk}
+    numbers = {"rank": rank, "chunk_index": _RETRY + _CHUNK}
+    endings = ""
+    if any_writer:
+        template = stem(template)
+        endings = f"(?:{_ENDING})*"
+        numbers["chunk_index"] = _RETRY + _ANY_CHUNK
     seen: set[str] = set()
 
     def expression(match: re.Match[str]) -> str:
         name = match[1]
+        if name == "":
+            return _NUMBER
         if name not in numbers:
-            return _NUMBER if name == "" else ".*"
+            return ".*"
         if name in seen:
             return f"(?P={name})"
         seen.add(name)
         return f"(?P<{name}>{numbers[name]})"
 
-    folder, slash, name = (stem(template) if any_writer else plain(template)).rpartition("/")
+    folder, slash, name = plain(template).rpartition("/")
     marked = Template(f"{folder}{slash}\0\0{name}")
     fields = {field: f"\0{field}\0" for field in marked.get_identifiers()}
     expressions = re.sub("\0(.*?)\0", expression, re.escape(marked.safe_substitute(fields)))
-    return re.compile(expressions + f"(?:{_ENDING})*" if any_writer else expressions, re.DOTALL)
+    return re.compile(expressions + endings, re.DOTALL)
 
 
 def stem(template: str) -> str:
@@ -200,15 +212,19 @@ def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
     """The rank's key (folder of the retry or "", and rank) and the chunk index in a name that matched a pattern."""
     names = match.groupdict()
     retry, _, index = (names.get("chunk_index") or "0").rpartition("_")
-    root = layout.retry_folder(Path(), int(retry.removeprefix("retry"))).name if retry else ""
+    root = ""
+    if retry:
+        root = layout.retry_folder(Path(), int(retry.removeprefix("retry"))).name
     return (root, int(names.get("rank") or 0)), int(index)
 
 
 def writer_name(writer: DiskWriter | type[DiskWriter]) -> str:
     """The writer's class with its module; of datatrove's and ours with the package only, whose modules may move."""
     kind = writer if isinstance(writer, type) else type(writer)
-    module, name = kind.__module__, kind.__qualname__
-    package = module.partition(".")[0]
+    place = kind.__module__
+    package = place.partition(".")[0]
     if package in ("datatrove", "datatrove_ckpt"):
-        return f"{package}.{name}"
-    return f"{'__main__' if module == '__mp_main__' else module}.{name}"
+        place = package
+    if place == "__mp_main__":
+        place = "__main__"
+    return f"{place}.{kind.__qualname__}"

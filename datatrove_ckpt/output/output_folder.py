@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.output.committed import CommittedFile, FoundFiles, OutputCheck, RankCommits, committed_files
-from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
-from datatrove_ckpt.output.hub_commits import HubReads
+from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access, private_if_made
+from datatrove_ckpt.output.hub_uploads import HubReads
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.stoppable import StorageCalls
 
@@ -38,7 +40,9 @@ class OutputFolder:
         self.scratch = scratch
         self.names = FileNames(check.writer, rank, prefix, check.root)
         self.hub = HubFolder.of(check.writer.output_folder)
-        self.retry = scratch.parent.name if prefix else ""
+        self.retry = ""
+        if prefix:
+            self.retry = scratch.parent.name
         self.is_first = False
         """Whether ``refuse_existing`` was called, and refused nothing."""
         self.calls = StorageCalls()
@@ -64,7 +68,8 @@ class OutputFolder:
         """
         root = self.check.root
         commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
-        if committed := self.check.by_name(commits):
+        committed = self.check.by_name(commits)
+        if committed:
             self.check.refuse_lost(committed, self._list(committed, contents=False))
 
     def check_access(self) -> None:

@@ -83,15 +83,18 @@ class Homes(NamedTuple):
     def kept(self) -> Owner | None:
         """The run as it began; None if that is not kept on this disk."""
         path = self.root / HOME
-        return Owner(**orjson.loads(path.read_bytes())) if path.exists() else None
+        if not path.exists():
+            return None
+        return Owner(**orjson.loads(path.read_bytes()))
 
     @property
     def place(self) -> str:
         """The mirror, or the folder of the checkpoints."""
         if self.mirror is None:
             return str(self.root.absolute())
-        mirror = self.mirror.rstrip("/")
-        return mirror if "://" in mirror else str(Path(mirror).absolute())
+        if "://" in self.mirror:
+            return self.mirror.rstrip("/")
+        return str(Path(self.mirror).absolute())
 
     def begun(self, key: str = "") -> Owner:
         """The run as it begins here and now."""
@@ -175,12 +178,14 @@ class Ownership:
         """
         try:
             is_owned, owner = self._compare(is_unused)
-            kept = self._homes.keep(owner if is_owned and owner else self._homes.begun(secrets.token_hex(8)))
-            if not is_owned:
-                if owner is not None:
-                    self._record.remove()
-                self._record.create(kept)
-                self.check()
+            if is_owned and owner is not None:
+                self._homes.keep(owner)
+                return
+            kept = self._homes.keep(self._homes.begun(secrets.token_hex(8)))
+            if owner is not None:
+                self._record.remove()
+            self._record.create(kept)
+            self.check()
         except PermissionError as error:
             logger.warning(
                 f"{self._record.place} cannot be written ({failure_line(error)}), so nothing shows other runs that "
@@ -216,7 +221,9 @@ def _record(folder: DataFolder, name: str) -> _Record:
 def _beside(root: str, path: str, name: str) -> str:
     """The path of the record. The root of a bucket or of a repository has nothing beside it."""
     parent, last = posixpath.split(path)
-    return posixpath.join(root, parent, f".{last}.{name}" if last else f".{name}")
+    if last:
+        last = f".{last}"
+    return posixpath.join(root, parent, f"{last}.{name}")
 
 
 class _Record:
@@ -255,7 +262,9 @@ class _LocalRecord(_Record):
 
     def _read(self) -> bytes | None:
         with explained("read", self._path):
-            return self._path.read_bytes() if self._path.exists() else None
+            if not self._path.exists():
+                return None
+            return self._path.read_bytes()
 
     def _create(self, data: bytes) -> None:
         files.disk.make_dirs(self._path.parent)
@@ -292,15 +301,19 @@ class _RemoteRecord(_Record):
             raise
 
     def _create(self, data: bytes) -> None:
-        mode = {"mode": "create"} if "mode" in signature(self._fs.pipe_file).parameters else {}
-        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else {*self._fs.protocol}
+        mode = {}
+        if "mode" in signature(self._fs.pipe_file).parameters:
+            mode["mode"] = "create"
         try:
             with file_system_call():
                 self._fs.pipe_file(self._path, data, **mode)
         except OSError as error:
             if not is_taken(error):
                 raise
-        if not protocols & _CREATES_ONCE:
+        protocol = self._fs.protocol
+        if isinstance(protocol, str):
+            protocol = (protocol,)
+        if _CREATES_ONCE.isdisjoint(protocol):
             time.sleep(_READ_AGAIN_SECONDS)
 
     def remove(self) -> None:
@@ -340,7 +353,9 @@ class _HubRecord(_Record):
             if is_missing_repository(error):
                 return None
             raise
-        return b"".join(self._hub.blocks(self._path, 1 << 20)) if found else None
+        if not found:
+            return None
+        return b"".join(self._hub.blocks(self._path, 1 << 20))
 
     def _create(self, data: bytes) -> None:
         from huggingface_hub import CommitOperationAdd

@@ -83,9 +83,14 @@ def write_in_batches(writer: Any, inspect: Inspect, plain_vectors: bool) -> None
     """
     kind = type(writer)
     # What the class of a user changes comes before what ours changes.
-    writer.__class__ = _BatchWriter if kind is ParquetWriter else type(kind.__name__, (kind, _BatchWriter), {})
+    ours: type = _BatchWriter
+    if kind is not ParquetWriter:
+        ours = type(kind.__name__, (kind, _BatchWriter), {})
+    writer.__class__ = ours
     writer.inspect = inspect
-    writer.dictionary = _dictionary_columns(writer.schema) if plain_vectors else True
+    writer.dictionary = True
+    if plain_vectors:
+        writer.dictionary = _dictionary_columns(writer.schema)
 
 
 def _dictionary_columns(schema: Schema) -> bool | list[str]:

@@ -1,10 +1,9 @@
 """Where a rank's staged files are published: a local folder, a remote one, or the hub.
 
-Uploads finished local files to a remote folder, on S3 or any other file system of fsspec.
-
-A file appears complete or not at all. All files of a chunk are complete on the local disk before the first byte is
-sent. A single PUT appears once all of it has arrived, a multipart upload once it is completed. Only the attempt that
-sent all the parts completes it: no error path, no destructor and no later process does.
+A file appears complete or not at all. All files of a chunk are complete on the local disk before the first byte is sent
+to a remote folder, on S3 or any other file system of fsspec. There, a single PUT appears once all of it has arrived, a
+multipart upload once it is completed. Only the attempt that sent all the parts completes it: no error path, no
+destructor and no later process does.
 
     failure                                      reaction
     reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for seconds; then the whole
@@ -24,7 +23,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -46,23 +45,18 @@ from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.output.committed import (
-    FoundFiles,
-    RankCommits,
-    content_hash,
-    local_stamp,
-    other_content,
-    remote_stamp,
-)
+from datatrove_ckpt.output.committed import RankCommits, other_content
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads, remove_files
+from datatrove_ckpt.output.hub_commits import HubCommits
 from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.output_folder import OutputFolder
+from datatrove_ckpt.output.removal import remove_file, sync_parents
 from datatrove_ckpt.output.stoppable import StorageCalls
 from datatrove_ckpt.retrying import (
     failure_line,
-    file_system_call,
     http_status,
     is_taken,
     s3_code,
@@ -218,7 +212,7 @@ class LocalTarget(Target):
                 os.chown(path, -1, status.st_gid)
 
     def _settle_names(self, names: Iterable[str]) -> None:
-        _sync_parents(self._root, names)
+        sync_parents(self._root, names)
 
     def _hash(self, name: str) -> str:
         with explained("read", self._root / name):
@@ -233,13 +227,6 @@ class LocalTarget(Target):
         files.disk.remove_dir(self._beside.parent)
 
     finish = prepare
-
-
-def _sync_parents(root: Path, names: Iterable[str]) -> None:
-    """Returns when the names below a folder, and that they are gone, survive a power loss."""
-    for folder in {(root / name).parent for name in names}:
-        if folder.is_dir():
-            files.disk.sync_dir(folder)
 
 
 def _is_elsewhere(error: StorageFailed) -> bool:
@@ -262,10 +249,7 @@ class RemoteTarget(Target):
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
     def _create(self, staged: Path, name: str) -> bool:
-        there = self._calls.retry(
-            f"{self._folder.resolve_paths(name)} could not be looked up", partial(self._exists, name)
-        )
-        if there:
+        if self._look_up(name, self._exists):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
@@ -288,11 +272,12 @@ class RemoteTarget(Target):
             OutputFailed: the file could not be uploaded, or the remote one has another size.
             Stopping: ``stop`` was called meanwhile.
         """
-        size, remote = local.stat().st_size, self._folder.resolve_paths(name)
+        size = local.stat().st_size
+        remote = self._folder.resolve_paths(name)
         put = partial(self._put, local, name, **options)
         if not self._calls.retry(f"{remote} could not be uploaded", put, self._pause):
             return False
-        remote_size = self._calls.retry(f"{remote} could not be looked up", partial(self._info, name))["size"]
+        remote_size = self._look_up(name, self._info)["size"]
         if int(remote_size) != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
@@ -324,7 +309,11 @@ class RemoteTarget(Target):
         return self._calls.retry(what, partial(content_hash, self._folder, name))
 
     def _stamp(self, name: str) -> int:
-        return remote_stamp(self._calls.retry(f"{name} could not be looked up", partial(self._info, name)))
+        return remote_stamp(self._look_up(name, self._info))
+
+    def _look_up(self, name: str, look: Callable[[str], T]) -> T:
+        what = f"{self._folder.resolve_paths(name)} could not be looked up"
+        return self._calls.retry(what, partial(look, name))
 
     def _pause(self, seconds: float) -> None:
         self._calls.sleep(seconds)
@@ -456,7 +445,8 @@ class HubTarget(Target):
     def _publish_in_bucket(self, chunk: StagedChunk, intents: Intents, paths: Mapping[str, Path]) -> list[OutputFile]:
         intents.add({name: file.hexdigest() for name, file in chunk.files.items()})
         there = self._uploads.there(list(paths))
-        if others := [name for name in there if self._hash(name) not in intents.hashes(name)]:
+        others = [name for name in there if self._hash(name) not in intents.hashes(name)]
+        if others:
             raise other_content(self._folder.resolve_paths(""), others)
         self._uploads.upload(paths)
         stamps = {name: file.stamp for name, file in self._uploads.there(list(paths)).items()}
@@ -473,11 +463,14 @@ class HubTarget(Target):
         if self._uploads.folder.is_bucket:
             return self._hash(name)
         found = self._uploads.there([name])
-        return found[name].hash if name in found else ""
+        if name not in found:
+            return ""
+        return found[name].hash
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         lost = {one.path: one for one in commits.files if not found.is_right(one)}
-        if trusted := self._not_shown_yet(lost.keys() - found.sizes.keys()):
+        trusted = self._not_shown_yet(lost.keys() - found.sizes.keys())
+        if trusted:
             logger.info(
                 f"{self._uploads.folder.url} does not show {plural(len(trusted), 'file')} yet whose commit it has "
                 "confirmed. Check them later with datatrove-ckpt verify."
@@ -498,7 +491,8 @@ class HubTarget(Target):
 
 def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:
     """The target for a rank's output folder."""
-    output, scratch = folder.writer.output_folder, folder.scratch
+    output = folder.writer.output_folder
+    scratch = folder.scratch
     # Another run may write other files into the same folder. It must not remove what this one stages.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
     if output.is_local():
@@ -508,42 +502,3 @@ def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Tar
     if hasattr(output.fs, "call_s3"):
         return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
     return RemoteTarget(output, scratch, lease, folder.calls)
-
-
-# Removes output files; from a repository on the hub many in one commit, because commits are few.
-
-
-def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
-    """Removes those of the files that exist.
-
-    Raises:
-        OutputFailed, StorageFailed: they could not be removed.
-    """
-    if (hub := HubFolder.of(folder)) is not None:
-        remove_files(hub, names)
-        return
-    for name in names:
-        remove_file(folder, name)
-    if folder.is_local():
-        _sync_parents(Path(folder.resolve_paths("")), names)
-
-
-def remove_file(folder: DataFolder, name: str) -> None:
-    """Removes a file that is not on the hub, if it exists.
-
-    Raises:
-        OutputFailed, StorageFailed: it could not be removed.
-    """
-    if folder.is_local():
-        files.disk.remove(Path(folder.resolve_paths(name)))
-        return
-    try:
-        with file_system_call():
-            folder.rm_file(name)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        where = folder.resolve_paths(name)
-        raise OutputFailed(
-            f"{where} could not be removed: {failure_line(error)}. Run the same command again."
-        ) from error

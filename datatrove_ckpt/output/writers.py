@@ -1,4 +1,4 @@
-"""A writer of the user: what is refused of it, whether it can write a document, and how documents get to it cheaply.
+"""How documents get to a writer of the user cheaply.
 
 What datatrove's default adapter and ``DiskWriter.write`` do is done here without a deep copy, and without stats.
 ``dataclasses.asdict`` copies everything down to the last string (half of the cost of publishing, measured), so that a
@@ -8,9 +8,6 @@ with dicts in place of dataclasses. The result is the same, value for value and 
 
 from __future__ import annotations
 
-import copy
-import io
-import re
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -19,11 +16,7 @@ import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
-from datatrove.pipeline.writers.parquet import ParquetWriter
 
-from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
-from datatrove_ckpt.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import ColumnTypes, infers_schema
 from datatrove_ckpt.output.documents import (
     as_json,
     decode,
@@ -33,10 +26,8 @@ from datatrove_ckpt.output.documents import (
     field_names,
     line_of,
 )
-from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.output.formats import JSONL, PARQUET
 from datatrove_ckpt.output.names import FileNames, OurTemplate
-from datatrove_ckpt.redaction import check_no_secrets, refuse_variables
 
 _DEFAULT = JsonlWriter(".", "${rank}").adapter.__func__
 """The adapter of a writer that was given none."""
@@ -59,7 +50,11 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
     is_json = JSONL.is_written_by(writer)
     if has_default_adapter(writer) and _has_default_write(writer):
         writer.adapter = MethodType(_plain_adapter, writer)
-        return decode_json if is_json else decode_rows if PARQUET.is_written_by(writer) else decode_plain
+        if is_json:
+            return decode_json
+        if PARQUET.is_written_by(writer):
+            return decode_rows
+        return decode_plain
     if is_json:
         adapt: Callable[[Document], Any] = writer.adapter
         writer.adapter = lambda document: _without_arrays(adapt(document))
@@ -71,7 +66,9 @@ def _without_arrays(value: Any) -> Any:  # Any: what an adapter has given
         return {key: _without_arrays(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_arrays(item) for item in value]
-    return as_json(value) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return as_json(value)
+    return value
 
 
 def write_for(
@@ -92,7 +89,8 @@ def write_for(
         writer.write(document, names.rank, **names.keywords(document, chunk_index))
 
     def write_line(data: bytes) -> None:
-        if (line := line_of(data)) is None:
+        line = line_of(data)
+        if line is None:
             write(data)
         else:
             writer.output_mg.get_file(name).write(line)
@@ -121,118 +119,3 @@ def _plain_adapter(writer: DiskWriter, document: Document) -> dict[str, Any]:  #
     if not writer.save_media_bytes and "media" in data:
         data["media"] = [{**media, "media_bytes": None} for media in data["media"]]
     return data
-
-
-# A trial: can the user's writer write this document?
-#
-# The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no strings. If that
-# showed only when a chunk is published, its rank could never end. So a document with anything but plain JSON in it is
-# written to memory first, while it can still become a dead letter.
-
-
-class _InMemory:
-    """In place of a writer's file manager: one file, which is thrown away. ``Any``, as datatrove's has no types."""
-
-    def __init__(self, mode: str) -> None:
-        self._file = io.BytesIO() if "b" in mode else io.StringIO()
-
-    def get_file(self, filename: str) -> Any:
-        return self._file
-
-    pop = get_file
-
-    def get_open_files(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> bool:
-    """Writes a document to memory with a copy of the user's writer, which must never have been opened.
-
-    Args:
-        data: an encoded document.
-
-    Returns:
-        Whether the writer can write all documents with float32 arrays, so that these need no trial.
-
-    Raises:
-        DocumentNotSerializable: the writer cannot write the document.
-    """
-    try:
-        files = writer.output_mg
-        copied = copy.deepcopy(writer, {id(files): _InMemory(files.mode)})
-        document = decode_for(copied)(data)
-        if infers_schema(copied):
-            types = ColumnTypes()
-            types.add([copied.adapter(document)])
-            copied.schema = types.schema()
-        copied.write(document, rank=rank, chunk_index="00000")
-        if type(copied) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
-            copied.close()
-        return JSONL.is_written_by(writer) or (type(writer) is ParquetWriter and writer.schema is None)
-    except Exception as error:
-        raise DocumentNotSerializable(
-            f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot write: "
-            f"{type(error).__name__}: {safe_text(error)}. Let the rollout return and set JSON values, or give the "
-            "writer an adapter."
-        ) from error
-
-
-# What a runner refuses of a writer, before anything runs.
-
-
-def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
-    """Refuses, when a runner is constructed, a writer that would later lose data or reveal a secret.
-
-    Raises:
-        ConfigError: no ``${chunk_index}`` in the template, a secret among the
-            output folder's storage options, a variable in its path, or a compression whose package is not
-            installed.
-    """
-    template = getattr(getattr(writer, "output_filename", None), "template", None)
-    if template is None:
-        raise ConfigError(f"output_writer: {type(writer).__name__} is not a DiskWriter (it has no output_filename).")
-    check_no_secrets(writer.output_folder, "output_writer")
-    refuse_variables("output_writer: output_folder", writer.output_folder.path)
-    if advice := missing_codec(writer.output_mg.compression, template):
-        raise ConfigError(f"output_writer: compression: {advice}")
-    if writer.output_mg.compression is None and (ending := re.search(r"\.(gz|zst|bz2|xz|zip)$", template)):
-        raise ConfigError(
-            f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression is null: readers would "
-            "take the files for damaged ones. Set compression to infer, or remove the ending."
-        )
-    if not writer.output_filename.is_valid():
-        raise ConfigError(f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write $$.")
-    if checkpoints and not _template_uses(writer, "chunk_index"):
-        raise ConfigError(
-            f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "
-            f"${{chunk_index}}. Example: '{_example(template)}'."
-        )
-
-
-def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
-    """Refuses a writer by which several tasks would write one file.
-
-    Raises:
-        ConfigError: no ``${rank}`` in the template of a writer used by several tasks.
-    """
-    if world_size > 1 and not _template_uses(writer, "rank"):
-        template = writer.output_filename.template
-        raise ConfigError(
-            f"output_writer: {world_size} tasks would write the same files, so output_filename {template!r} needs "
-            f"${{rank}}. Example: '{_example(template)}'."
-        )
-
-
-def _example(template: str) -> str:
-    """A template that works, with the ending of this one."""
-    ending = re.search(r"(\.\w+)*$", template.rpartition("/")[2].rpartition("}")[2])
-    return "${rank}_chunk_${chunk_index}" + (ending[0] if ending else "")
-
-
-def _template_uses(writer: DiskWriter, name: str) -> bool:
-    """Whether the writer's filename template contains the placeholder."""
-    template = writer.output_filename
-    return bool(template.safe_substitute({name: "0"}) != template.safe_substitute({name: "1"}))

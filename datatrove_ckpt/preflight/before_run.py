@@ -40,25 +40,14 @@ from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import restore_rank
-from datatrove_ckpt.output.committed import (
-    CommittedFile,
-    FoundFiles,
-    OutputCheck,
-    RankCommits,
-    committed_files,
-    published_names,
-)
+from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files, published_names
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
-from datatrove_ckpt.output.hub import (
-    HubFolder,
-    check_access,
-    is_missing_repository,
-    private_if_made,
-    repository_is_gone,
-)
-from datatrove_ckpt.output.hub_commits import ANSWER_SECONDS, HubReads, looks_for
+from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
+from datatrove_ckpt.output.hub_access import check_access, private_if_made, repository_is_gone
+from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.writers import check_rank_in_template
+from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.preflight.input_checks import check_codecs, check_inputs_unchanged, note_steps
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused

@@ -24,10 +24,11 @@ from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.output.documents import decode, encode
-from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
 from datatrove_ckpt.output.names import writer_name
-from datatrove_ckpt.output.writers import check_writable
+from datatrove_ckpt.output.writer_trial import check_writable
 from datatrove_ckpt.preflight.before_run import check_job, check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
     REMOTE_SECONDS,

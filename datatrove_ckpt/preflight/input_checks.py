@@ -25,17 +25,13 @@ from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.input_errors import NoDocument, explain, is_on_hub
+from datatrove_ckpt.readers.input_errors import is_on_hub
 from datatrove_ckpt.readers.inputs import MISSING, list_input, options_of, sample_files, shuffled_names
+from datatrove_ckpt.readers.no_document import NoDocument, explain
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import (
-    FileRecord,
-    ReaderRecord,
-    ShardRecord,
-    describe_pipeline,
-    differences,
-)
+from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.step_records import describe_pipeline, differences
 from datatrove_ckpt.retrying import failure_line
 
 _SAMPLE_DOCUMENTS = 100

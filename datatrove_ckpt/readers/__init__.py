@@ -5,12 +5,15 @@
     tables.py          ParquetReader, IpcReader; files of Arrow and Parquet, opened; rows taken out of tables
     huggingface.py     HuggingFaceDatasetReader; dataset_source.py: the dataset as its input
     revisions.py       the commit of a dataset on the hub that all ranks read
-    positions.py       how a position gets from a document to the checkpoint and back; how much is done
+    positions.py       how a position gets from a document to the checkpoint and back
+    extent.py          how large the input is, and how much of it is done
     inputs.py          the files of an input: listed, recorded, and still those that the position was made for
     compressed.py      compressed files as streams; a damaged one is an error
-    input_errors.py    explains an input that has rows but no document
-    pipeline.py        the steps before a runner: their readers, and their stats; shard.py: their description
-    permutations.py    shuffled orders
+    input_errors.py    explains errors of the hub and of S3
+    no_document.py     explains an input that has rows but no document
+    pipeline.py        the readers among the steps before a runner; step_stats.py: the stats of these steps
+    step_records.py    the description of these steps
+    shard.py           what a rank has read
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
 there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the
@@ -23,10 +26,7 @@ file, unless it continues the old one: new files after the current one, or a JSO
     HuggingFace... shard and row; index if not streaming          as ParquetReader; other formats: parsing the shard
 
 ``shuffle_seed`` replaces ``shuffle_files``, whose order changes with every start. It orders the files by a hash of seed
-and name, so added files move no other file. Within a file it shuffles the blocks (about 1 MiB of lines, a row group, a
-record batch) and the rows of each block. Compressed lines and streams cannot be entered in the middle, so their blocks
-keep their order. A document without an id of its own gets another default id than without shuffling: its place in the
-file, because the number of documents before it is not known.
+and name, so added files move no other file. Rows keep their order within a file; ``ReaderDataset`` shuffles rows, too.
 
 In a pipeline nothing else is needed: ``InferenceRunner`` finds the positions on the documents, and hands the saved one
 back through ``Reading``. Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:

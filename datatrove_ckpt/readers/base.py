@@ -26,7 +26,8 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
-from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files, refuse_file_without_documents
+from datatrove_ckpt.readers.extent import FileExtent, InputExtent
+from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
@@ -36,13 +37,12 @@ from datatrove_ckpt.readers.inputs import (
     shorten,
     shuffled_names,
 )
+from datatrove_ckpt.readers.no_document import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
-    FileExtent,
     FilePosition,
     FileRead,
     FileState,
-    InputExtent,
     Position,
     PositionedDocument,
     ReaderStart,
@@ -74,23 +74,29 @@ def checked_state(reader: Any, state: State | None, shard: ShardKey, own: State)
     if state is None:
         return None
     where = f"The saved position in {reader.data_folder.path}"
-    made_by, reads = (state.get("reader"), state.get("version")), (own["reader"], own["version"])
+    made_by = (state.get("reader"), state.get("version"))
+    reads = (own["reader"], own["version"])
     if made_by != reads:
         raise CheckpointMismatch(
             f"{where} was made by reader {made_by[0]!r} (version {made_by[1]}), and this is {reads[0]!r} "
             f"(version {reads[1]}). {remedy()}"
         )
-    then = state["options"] | ({"shard": state["shard"]} if "shard" in state else {})
-    now = own["options"] | ({"shard": shard} if "shard" in state else {})
+    then = dict(state["options"])
+    now = dict(own["options"])
+    if "shard" in state:
+        then["shard"] = state["shard"]
+        now["shard"] = shard
     for key in then | now:
-        old, new = then.get(key, USUAL_KEYS.get(key)), now.get(key, USUAL_KEYS.get(key))
-        if key == "default_metadata":
-            if old not in (None, new):  # None: an earlier release made it
-                raise CheckpointMismatch(
-                    f"{where} was made with another {key}, now {reader.default_metadata}. {remedy()}"
-                )
-        elif old != new and not (key in USUAL_KEYS and "skipped" not in state):  # 0.1.0 did not keep these keys
+        old = then.get(key, USUAL_KEYS.get(key))
+        new = now.get(key, USUAL_KEYS.get(key))
+        if old == new:
+            continue
+        if key in USUAL_KEYS and "skipped" not in state:
+            continue  # 0.1.0 did not keep these keys
+        if key != "default_metadata":
             raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. {remedy()}")
+        if old is not None:  # None: an earlier release made the state
+            raise CheckpointMismatch(f"{where} was made with another {key}, now {reader.default_metadata}. {remedy()}")
     if 0 <= reader.limit < state.get("documents", 0):
         raise CheckpointMismatch(
             f"{where} comes after {state['documents']} documents, and limit is now {reader.limit}. "
@@ -199,10 +205,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         start = ReaderStart(state=state, skipped=saved_skipped(state))
         inputs = self._list_inputs(0, 1, state)
         self._file_level = "DEBUG"  # of each worker of a training loop, in each epoch
-        key: ShardKey = state["shard"] if state and "shard" in state else []
-        by = str([*key, "files"][2]) if key else "documents" if self.skip or self.limit != -1 else by
+        saved = state or {}
+        key: ShardKey = saved.get("shard", [])
+        if key:
+            by = str([*key, "files"][2])
+        elif self.skip or self.limit != -1:
+            by = "documents"
         if count > 1 and by == "documents":
-            done = state["documents"] if state and key else 0
+            done = saved["documents"] if key else 0
             documents = self._documents(inputs, start, [index, count, by], ALL_ROWS)
             return islice(documents, (index - done) % count, None, count)
         if inputs.are_dealt_out(count, by):
@@ -212,9 +222,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def check_shard(self, state: State) -> None:
         """Raises at once what ``shard`` would raise with its first document, if the input is not that of the state."""
-        inputs, key = self._list_inputs(0, 1, state), state["shard"]
-        if (checked := checked_state(self, state, key, self._reader_state(0))) is not None:
-            self._check_input(inputs.shard(*key) if len(key) == 2 else inputs, checked)
+        inputs = self._list_inputs(0, 1, state)
+        key = state["shard"]
+        checked = checked_state(self, state, key, self._reader_state(0))
+        if checked is None:
+            return
+        if len(key) == 2:
+            inputs = inputs.shard(*key)
+        self._check_input(inputs, checked)
 
     def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
         """datatrove's method of this name, but the document has a slot for its position."""
@@ -248,7 +263,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _take_state(self) -> State | None:
         self._position = None
-        self._start_state, self._next_state = self._next_state, None
+        self._start_state = self._next_state
+        self._next_state = None
         return self._start_state
 
     def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
@@ -261,12 +277,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 found = self._list_files(rank, world_size)
         if found is None:
             raise no_files(self.data_folder)
-        names = found if self.shuffle_seed is None else shuffled_names(found, self.shuffle_seed)
-        return Inputs(self.data_folder, names)
+        if self.shuffle_seed is not None:
+            found = shuffled_names(found, self.shuffle_seed)
+        return Inputs(self.data_folder, found)
 
     def _list_files(self, rank: int, world_size: int) -> list[str] | None:
-        options = {"recursive": self.recursive, "glob_pattern": self.glob_pattern}
-        ask = partial(self.data_folder.list_files, **options)
+        ask = partial(self.data_folder.list_files, recursive=self.recursive, glob_pattern=self.glob_pattern)
         what = f"The input {self.data_folder.resolve_paths('')} cannot be listed"
         listed: list[str] = retrying.READING.run(ask, what)
         names = [name for name in listed if not is_ours(name)]
@@ -277,12 +293,16 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> Iterator[Document]:
         self._start_state = start.state
         state = checked_state(self, start.state, shard, self._reader_state(0))
-        digest, documents, passed = Digest(), 0, 0
+        digest = Digest()
+        documents = 0
+        passed = 0  # documents that ``skip`` leaves out
         file_position: FilePosition = ()
         if state is not None:
             digest, file_position = self._check_input(inputs, state)
-            documents, passed = state["documents"], self.skip
-        found, extent = state is not None, self._input_extent(inputs)
+            documents = state["documents"]
+            passed = self.skip
+        found = state is not None
+        extent = self._input_extent(inputs)
         limit = self.limit if self.limit != -1 else None
         documents_bar = tqdm(total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress)
         files_bar = tqdm(total=len(inputs.names), desc="File progress", unit="file", disable=not self.file_progress)
@@ -295,17 +315,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     break
                 if not file_position:  # else an earlier attempt has counted it
                     self.stat_update("input_files")
-                name, size = inputs.names[index], inputs.size(index)
+                name = inputs.names[index]
                 logger.log(self._file_level, f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
-                current = {"name": shorten(name), "size": size, "first": before}
-                if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
-                    current["hash"] = inputs.fingerprint(index, size, whole=True)
-                read = {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": current}
-                read |= {"commit": inputs.commit} if inputs.commit else {}
-                self._file_extent = extent.file(index, digest.bytes, size)
-                file = FileState(self._reader_state(start.number) | read, extent, self._file_extent)
-                skipped_before, in_file = start.skipped, file_position != ()
-                place = int(shard[0]), documents + passed
+                shared = self._state_in_file(inputs, index, before, start, shard, digest)
+                self._file_extent = extent.file(index, digest.bytes, inputs.size(index))
+                file = FileState(shared, extent, self._file_extent)
+                skipped_before = start.skipped
+                in_file = file_position != ()
+                place = (int(shard[0]), documents + passed)
                 for document, after in self._read_input(inputs, index, file_position, row_shard, place):
                     if isinstance(document, Skipped):
                         start.skipped = start.skipped.plus(document)
@@ -348,30 +365,52 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """The state before the first document."""
         return {"version": READER_VERSION, "reader": self._format, "number": number, "options": self._options()}
 
+    def _state_in_file(
+        self, inputs: Inputs, index: int, first: int, start: ReaderStart, shard: ShardKey, digest: Digest
+    ) -> State:
+        """Returns the part of a state that all documents of one file share. ``first``: documents before the file."""
+        name = inputs.names[index]
+        file = {"name": shorten(name), "size": inputs.size(index), "first": first}
+        if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
+            file["hash"] = inputs.fingerprint(index, inputs.size(index), whole=True)
+        state = self._reader_state(start.number)
+        state |= {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": file}
+        if inputs.commit:
+            state["commit"] = inputs.commit
+        return state
+
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}
         options |= {key: getattr(self, key) for key, usual in USUAL_KEYS.items() if getattr(self, key) != usual}
         options["default_metadata"] = metadata_hash(self.default_metadata)
-        known = {key: value for key, value in options.items() if value is not None}
-        return {key: shorten(value) if isinstance(value, str) else value for key, value in known.items()}
+        if self.shuffle_seed is not None:
+            options["shuffled"] = "files"  # earlier releases shuffled the rows of each file, too
+        for key, value in options.items():
+            if isinstance(value, str):
+                options[key] = shorten(value)
+        return {key: value for key, value in options.items() if value is not None}
 
     def _check_input(self, inputs: Inputs, state: State) -> tuple[Digest, FilePosition]:
         """What was read before the current file, and the place in that. Raises CheckpointMismatch for other files."""
-        digest, file_position = inputs.check_before(state), tuple(state["at"])
+        digest = inputs.check_before(state)
+        file_position = tuple(state["at"])
         self._check_current_file(inputs, digest.files, state["file"], file_position)
         return digest, file_position
 
     def _check_current_file(self, inputs: Inputs, index: int, then: State, file_position: FilePosition) -> None:
-        name, size = inputs.names[index], inputs.known_size(index)
+        name = inputs.names[index]
+        size = inputs.known_size(index)
         may_grow = self._may_grow(name)
         if may_grow and self._check_read_part(name, file_position):
             return
-        kept = size >= then["size"] if may_grow else size == then["size"]
-        same = kept and inputs.is_same(index, then["size"], not may_grow, then["hash"])
-        if same or (not may_grow and self._check_read_part(name, file_position)):
+        kept = size == then["size"] or (may_grow and size > then["size"])
+        if kept and inputs.is_same(index, then["size"], not may_grow, then["hash"]):
             return
-        what = f"had {then['size']} bytes, and has {size}" if not kept else "has changed"
-        raise CheckpointMismatch(f"The input file {name!r} {what}. {remedy()}")
+        if not may_grow and self._check_read_part(name, file_position):
+            return
+        if kept:
+            raise CheckpointMismatch(f"The input file {name!r} has changed. {remedy()}")
+        raise CheckpointMismatch(f"The input file {name!r} had {then['size']} bytes, and has {size}. {remedy()}")
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)
@@ -385,10 +424,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self, inputs: Inputs, index: int, file_position: FilePosition, row_shard: RowShard, number: tuple[int, int]
     ) -> FileRead:
         """``_read``, for the file of this index. ``number``: of the rank, and of its documents so far."""
-        return self._read(inputs.names[index], inputs.size(index), file_position, row_shard)
+        return self._read(inputs.names[index], file_position, row_shard)
 
     @abstractmethod
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         """The documents and skipped rows of one file after ``file_position``, each with the place right after it."""
 
     def _may_grow(self, name: str) -> bool:

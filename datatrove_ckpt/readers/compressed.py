@@ -55,7 +55,9 @@ def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
         else:
             return _ZstdFile(file)
     if codec not in compr:
-        install = f"pip install {_PACKAGES[codec]}" if codec in _PACKAGES else "install its library"
+        install = "install its library"
+        if codec in _PACKAGES:
+            install = f"pip install {_PACKAGES[codec]}"
         raise ConfigError(
             f"The input file {name!r} is compressed with {codec}, which this Python cannot read: {install}."
         )
@@ -108,7 +110,8 @@ class _ZstdFile(io.RawIOBase):
         while not self._waiting and self._fill():
             pass
         size = min(len(target), len(self._waiting))
-        target[:size], self._waiting = self._waiting[:size], self._waiting[size:]
+        target[:size] = self._waiting[:size]
+        self._waiting = self._waiting[size:]
         return size
 
     def _fill(self) -> bool:
@@ -116,7 +119,8 @@ class _ZstdFile(io.RawIOBase):
         data = b""
         if self._frame.eof:
             data = self._frame.unused_data
-            self._frame, self._started = self._new_frame(), False
+            self._frame = self._new_frame()
+            self._started = False
         data = data or self._file.read(_ZSTD_BYTES)
         if not data:
             if self._started:

@@ -64,12 +64,18 @@ class DatasetInputs(Inputs):
     """
 
     def __init__(self, folder: DatasetFiles, dataset: Any, token: str | bool | None, commit: str | None) -> None:
-        self.dataset, self.token, self.commit = dataset, token, commit
+        self.dataset = dataset
+        self.token = token
+        self.commit = commit
         self.is_map = not hasattr(dataset, "_ex_iterable")
         self._sample: str | None = None
-        self.urls = [f"{folder.path} (split {dataset.split})"] if self.is_map else _shard_names(dataset)
+        if self.is_map:
+            self.urls = [f"{folder.path} (split {dataset.split})"]
+            super().__init__(folder, self.urls)
+        else:
+            self.urls = _shard_names(dataset)
+            super().__init__(folder, _short_names(self.urls))
         self.shards = list(range(len(self.urls)))
-        super().__init__(folder, self.urls if self.is_map else _short_names(self.urls))
 
     def shard(self, rank: int, world_size: int) -> Inputs:
         """Every ``world_size``-th shard, from ``rank`` on."""
@@ -93,8 +99,10 @@ class DatasetInputs(Inputs):
 
     def info(self, index: int) -> dict[str, Any]:
         """Size in bytes, and what else is known. All shards of the hub are looked up in one go."""
+        if self.is_map:
+            return {"size": int(self.dataset.data.nbytes)}
         if index not in self._infos:
-            self._infos |= {0: {"size": int(self.dataset.data.nbytes)}} if self.is_map else self._look_up(index)
+            self._infos |= self._look_up(index)
         return self._infos[index]
 
     def size_for_people(self, index: int) -> int:
@@ -107,9 +115,12 @@ class DatasetInputs(Inputs):
                 self._sample = _sample_rows(self.dataset)
             return self._sample
         info = self.info(index)
-        if known := (info.get("lfs") or {}).get("sha256") or info.get("blob_id"):
+        known = (info.get("lfs") or {}).get("sha256") or info.get("blob_id")
+        if known:
             return str(known)
-        return _sample_file(self.urls[index], size, self.token) if size else ""
+        if size == 0:
+            return ""
+        return _sample_file(self.urls[index], size, self.token)
 
     def sample(self, index: int) -> str:
         return self.fingerprint(index, self.size(index), whole=True)
@@ -153,7 +164,9 @@ class DatasetInputs(Inputs):
             share = self.dataset.shard(row_shard[1], row_shard[0], contiguous=False)
             if first >= len(share):
                 return iter(())
-            rows = share.select(range(first, len(share))) if first else share
+            rows = share
+            if first:
+                rows = share.select(range(first, len(share)))
         else:
             start = row_shard[0] + first * row_shard[1]
             rows = _from_row(self.dataset, self.shards[index], start, row_shard[1], count)
@@ -164,7 +177,9 @@ class DatasetInputs(Inputs):
 def commit_of(url: str) -> str | None:
     """The commit in the URL of a file on the hub, as ``datasets`` makes it."""
     found = _HUB_FILE.fullmatch(_innermost(url))
-    return found["commit"] if found else None
+    if found is None:
+        return None
+    return found["commit"]
 
 
 def _innermost(url: str) -> str:
@@ -196,8 +211,14 @@ def _shard_names(dataset: Any) -> list[str]:
 
 def _paths(found: Sequence[Any]) -> list[str]:
     """The paths of files; empty if they are something else. Until version 4.5 there is an iterable for each."""
-    each = [[one] if isinstance(one, str) else [*one] if type(one).__name__ == "FilesIterable" else [] for one in found]
-    return [paths[0] for paths in each if len(paths) == 1 and isinstance(paths[0], str)]
+    paths = []
+    for entry in found:
+        files = [entry]
+        if type(entry).__name__ == "FilesIterable":
+            files = list(entry)
+        if len(files) == 1 and isinstance(files[0], str):
+            paths.append(files[0])
+    return paths
 
 
 # What is known of a file ---------------------------------------------------------------------------------------------
@@ -212,7 +233,9 @@ def _sample_file(url: str, size: int, token: str | bool | None) -> str:
 def _file_system(url: str, token: str | bool | None) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
-    options = {"token": token} if url.startswith("hf://") and token is not None else {}
+    options = {}
+    if url.startswith("hf://") and token is not None:
+        options["token"] = token
     found: tuple[Any, str] = url_to_fs(url, **options)
     return found
 
@@ -220,9 +243,10 @@ def _file_system(url: str, token: str | bool | None) -> tuple[Any, str]:
 def _sample_rows(dataset: Any) -> str:
     """A hash of the number of rows, the columns, and some rows; the same wherever and however they are stored."""
     count = len(dataset)
-    last = count - 1
-    rows = sorted({number * last // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}) if count else []
-    content = dataset.with_format("arrow")[rows].to_pylist() if rows else []
+    content = []
+    if count:
+        rows = sorted({number * (count - 1) // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)})
+        content = dataset.with_format("arrow")[rows].to_pylist()
     return str(xxh3_64_hexdigest(repr((count, dataset.column_names, content)).encode()))
 
 
@@ -272,13 +296,18 @@ def _read_parquet(builder: Any, name: str, first: int, count: Count) -> Iterator
         fragment = file_format.make_fragment(file)
         sizes = [group.num_rows for group in fragment.row_groups]
         count(sum(sizes))
-        start, group = 0, 0
-        while group < len(sizes) and start + sizes[group] <= first:
-            start, group = start + sizes[group], group + 1
-        if not (groups := [number for number in range(group, len(sizes)) if sizes[number]]):
+        start = 0
+        groups = [number for number, size in enumerate(sizes) if size]
+        while groups and start + sizes[groups[0]] <= first:
+            start += sizes[groups.pop(0)]
+        if not groups:
             return
-        options = {"batch_size": config.batch_size or sizes[groups[0]], "columns": config.columns}
-        batches = fragment.subset(row_group_ids=groups).to_batches(**options, batch_readahead=0, fragment_readahead=0)
+        batches = fragment.subset(row_group_ids=groups).to_batches(
+            batch_size=config.batch_size or sizes[groups[0]],
+            columns=config.columns,
+            batch_readahead=0,
+            fragment_readahead=0,
+        )
         for batch in batches:
             yield start, builder._cast_table(pa.Table.from_batches([batch]))
             start += batch.num_rows
@@ -290,11 +319,16 @@ class _Rows:
     num_shards = 1
 
     def __init__(self, source: Any, first: int, step: int, count: Count) -> None:
-        self._source, self._first, self._step, self._count = source, first, step, count
+        self._source = source
+        self._first = first
+        self._step = step
+        self._count = count
 
     @property
     def iter_arrow(self) -> Callable[[], Iterator[tuple[Any, Any]]] | None:
-        return self._tables if self._source.iter_arrow else None
+        if not self._source.iter_arrow:
+            return None
+        return self._tables
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -315,7 +349,10 @@ class _Rows:
             if row < start + length:
                 rows = range(row - start, length, self._step)
                 row += len(rows) * self._step
-                yield number, table.slice(rows[0]) if self._step == 1 else take_rows(table, rows)
+                if self._step == 1:
+                    yield number, table.slice(rows[0])
+                else:
+                    yield number, take_rows(table, rows)
 
     def _source_tables(self) -> Iterator[tuple[int, Any]]:
         """The number of a table's first row, and the table."""

@@ -29,20 +29,21 @@ from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import DatasetFiles, DatasetInputs, commit_of, without_commit
-from datatrove_ckpt.readers.input_errors import NoDocument, explain_hub_error, one_line
+from datatrove_ckpt.readers.extent import InputExtent
+from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import Inputs, shorten
+from datatrove_ckpt.readers.no_document import NoDocument
 from datatrove_ckpt.readers.positions import (
     Adapter,
     FilePosition,
     FileRead,
-    InputExtent,
     Row,
     RowShard,
     State,
     job_revisions,
 )
 from datatrove_ckpt.readers.revisions import is_commit
-from datatrove_ckpt.readers.shard import plain_settings
+from datatrove_ckpt.readers.step_records import plain_settings
 from datatrove_ckpt.readers.tables import IpcReader
 
 _SHUFFLE_SEED = 42  # datatrove's
@@ -97,12 +98,16 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         # What the base class asks of a reader of files.
         self.data_folder = DatasetFiles(dataset)
         self.paths_file = self.glob_pattern = self.shuffle_seed = None
-        self.recursive, self.file_progress, self.add_file_path = True, False, False
+        self.recursive = True
+        self.file_progress = False
+        self.add_file_path = False
 
     @property
     def chosen(self) -> str:
         """The part of ``dataset_options`` that decides which rows there are, as text."""
-        options = {} if self.load_from_disk else {k: v for k, v in self.dataset_options.items() if k in _CHOOSING}
+        options = {}
+        if not self.load_from_disk:
+            options = {name: value for name, value in self.dataset_options.items() if name in _CHOOSING}
         return orjson.dumps(plain_settings(options), option=orjson.OPT_SORT_KEYS).decode()
 
     def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
@@ -130,7 +135,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return self
         streamed = copy.copy(self)
         streamed.adapter = MethodType(self.adapter.__func__, streamed)
-        streamed.streaming, streamed.shuffle_files = True, False
+        streamed.streaming = True
+        streamed.shuffle_files = False
         streamed.dataset_options = {k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE}
         return streamed
 
@@ -169,7 +175,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         rank, documents = number
         done = file_position[0] if file_position else 0
         row = done - done % self.batch_size
-        extent, (share, shares) = self._file_extent, row_shard
+        extent = self._file_extent
+        share, shares = row_shard
 
         def count(number: int) -> None:
             extent.per = extent.size / max(1, -(-max(0, number - share) // shares))
@@ -195,7 +202,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 "and run the same command again."
             )
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         raise NotImplementedError("a dataset has no files that can be read by name")
 
     read_file = _read  # datatrove's readers of files have it
@@ -251,12 +258,15 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
         if self.load_from_disk:
             return load_from_disk(self.dataset)
-        options = self.dataset_options | ({"revision": commit} if commit else {})
+        options = dict(self.dataset_options)
+        if commit:
+            options["revision"] = commit
         return load_dataset(self.dataset, **options, streaming=self.streaming)
 
     def _commit(self, commit: str | None) -> str | None:
         """The commit to read; None if the dataset is not on the hub, or if its revision is a commit already."""
-        if (repository := self._repository()) is None:
+        repository = self._repository()
+        if repository is None:
             return None
         revision = str(self.dataset_options.get("revision") or "main")
         if is_commit(revision):
@@ -266,7 +276,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return commit or self._ask_for_commit(repository, revision)
 
         revisions = job_revisions()
-        kept = revisions.commit(repository, revision, resolve) if revisions else resolve()
+        if revisions is None:
+            return resolve()
+        kept = revisions.commit(repository, revision, resolve)
         return commit or kept
 
     def _ask_for_commit(self, repository: str, revision: str) -> str | None:
@@ -319,7 +331,8 @@ class SavedFiles(IpcReader):
         options = {name: getattr(reader, name) for name in ("limit", "skip", "text_key", "id_key")}
         seed = _SHUFFLE_SEED if reader.shuffle_files else None
         super().__init__(reader.dataset, shuffle_seed=seed, **options)
-        self._reader, self._names = reader, names
+        self._reader = reader
+        self._names = names
 
     def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
         """That of the dataset's reader."""
@@ -350,14 +363,13 @@ def _count_rows(inputs: Inputs) -> int | None:
     if not isinstance(inputs, DatasetInputs):
         return None
     dataset = inputs.dataset
-    if inputs.is_map:
-        found: int | None = len(dataset)
-    else:
-        split = (getattr(dataset.info, "splits", None) or {}).get(str(dataset.split))
-        found = getattr(split, "num_examples", None)
-    if not found:
-        return found if inputs.is_map else None
     index, count = inputs.row_shard
+    if inputs.is_map:
+        return -(-max(0, len(dataset) - index) // count)
+    split = (getattr(dataset.info, "splits", None) or {}).get(str(dataset.split))
+    found = int(getattr(split, "num_examples", None) or 0)
+    if found == 0:
+        return None
     if count > 1:
         return -(-max(0, found - index) // count)
-    return found if inputs.is_map else found * len(inputs.shards) // max(1, dataset.num_shards)
+    return found * len(inputs.shards) // max(1, int(dataset.num_shards))

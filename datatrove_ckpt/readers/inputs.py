@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial, reduce
 from glob import has_magic
 from operator import xor
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import orjson
 from datatrove.io import DataFolder, get_shard_from_paths_file
@@ -29,7 +29,8 @@ from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import State, in_pipeline
-from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, plain_settings
+from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
+from datatrove_ckpt.readers.step_records import plain_settings
 
 _NAME_BYTES = 64
 _UNEVEN = 0.01
@@ -45,8 +46,10 @@ _Entries: TypeAlias = list[tuple[str, int]]
 
 def remedy(verb: str = "Restore it") -> str:
     """What to do about an input that a position does not fit. A pipeline has folders, a training loop has a state."""
-    folders = ": with another checkpoints_local_dir, output_folder and logging_dir"
-    return f"{verb}, or start from the beginning{folders if in_pipeline() else ', without the saved state'}."
+    anew = ", without the saved state"
+    if in_pipeline():
+        anew = ": with another checkpoints_local_dir, output_folder and logging_dir"
+    return f"{verb}, or start from the beginning{anew}."
 
 
 class Inputs:
@@ -97,13 +100,16 @@ class Inputs:
         None: the reader stopped at its limit, so what comes after is not its input. Then it is the size of now.
         """
         if size != self.size(index):
-            info = self.folder.info(self.names[index])
-            self._infos[index] = info if size is None else {**info, "size": size}
+            self._infos[index] = self.folder.info(self.names[index])
+            if size is not None:
+                self._infos[index] = {**self._infos[index], "size": size}
 
     def fingerprint(self, index: int, size: int, whole: bool) -> str:
         """``fingerprint`` of the file, or what the hub calls its content, which costs no download."""
-        if is_on_hub(self.folder) and (known := self.info(index).get("blob_id")):
-            return str(known)
+        if is_on_hub(self.folder):
+            known = self.info(index).get("blob_id")
+            if known:
+                return str(known)
         return self._content_fingerprint(index, size, whole)
 
     def is_same(self, index: int, size: int, whole: bool, kept: str) -> bool:
@@ -122,11 +128,11 @@ class Inputs:
 
     def sample(self, index: int) -> str:
         """A value that changes with the file's content; empty if the file system tells none, or if it is gone."""
-        info, size = self.info(index), self.size(index)
+        info = self.info(index)
         if not self.folder.is_local():
             return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
         with suppress(FileNotFoundError):  # removed since it was read
-            return self.fingerprint(index, size, whole=True)
+            return self.fingerprint(index, self.size(index), whole=True)
         return ""
 
     def of_rank(self, rank: int, world_size: int) -> Inputs:
@@ -167,15 +173,12 @@ class Inputs:
         if self.digest(len(self.names)).is_of(before):
             return
         entries = [(name, self.known_size(index)) for index, name in enumerate(self.names)]
-        if changes := _find_change(entries, before):  # of all files, read or not
-            changes = changes.replace(", which was read before,", "").replace(", and comes before the position", "")
-        else:
-            changes = (
-                f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
-                f"{sum(size for _, size in entries)} bytes"
-            )
-        advice = remedy("Take what is new out" if " new" in changes else "Restore it")
-        raise CheckpointMismatch(f"The input has changed: {changes}. {advice}")
+        raise _refusal(
+            entries,
+            before,
+            f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
+            f"{sum(size for _, size in entries)} bytes",
+        )
 
     def known_size(self, index: int) -> int:
         """The size of a file that existed when the state was made.
@@ -194,15 +197,26 @@ class Inputs:
         Raises:
             CheckpointMismatch: one of them has changed, or the current one is gone.
         """
-        before, current = state["before"], state["file"]["name"]
+        before = state["before"]
+        current = state["file"]["name"]
         count = before["files"]
         if count < len(self.names) and shorten(self.names[count]) == current:
             digest = self.digest(count)
             if digest.is_of(before):
                 return digest
-        changes = _describe_changes(self, before, current)
-        advice = remedy("Take it out" if " is new, " in changes else "Restore it")
-        raise CheckpointMismatch(f"The input has changed: {changes}. {advice}")
+        names = list(map(shorten, self.names))
+        if current not in names:
+            raise CheckpointMismatch(
+                f"The input has changed: the file {current!r}, which the position is in, is gone or has another name. "
+                + remedy()
+            )
+        entries = [(name, self.known_size(index)) for index, name in enumerate(self.names[: names.index(current)])]
+        raise _refusal(
+            entries,
+            before,
+            f"{before['files']} files of {before['bytes']} bytes were read before {current!r}, and the {len(entries)} "
+            f"files of {sum(size for _, size in entries)} bytes before it now are not the same",
+        )
 
 
 class Digest:
@@ -236,7 +250,9 @@ def fingerprint(folder: DataFolder, name: str, size: int, whole: bool) -> str:
 
     The last bytes of a gzip file hold a checksum of its content, those of a Parquet file its table of contents.
     """
-    sample = folder.cat_file(name, start=0, end=min(size, _SAMPLE)) if size else b""
+    sample = b""
+    if size:
+        sample = folder.cat_file(name, start=0, end=min(size, _SAMPLE))
     if whole and size > _SAMPLE:
         sample += folder.cat_file(name, start=max(_SAMPLE, size - _SAMPLE), end=size)
     return str(xxh3_64_hexdigest(sample))
@@ -277,22 +293,28 @@ def _number_to_name(number: int) -> str:
 # Explaining a change -------------------------------------------------------------------------------------------
 
 
-def _describe_changes(inputs: Inputs, before: State, current: str) -> str:
-    current_index = next((index for index, name in enumerate(inputs.names) if shorten(name) == current), None)
-    if current_index is None:
-        return f"the file {current!r}, which the position is in, is gone or has another name"
-    entries = [(name, inputs.known_size(index)) for index, name in enumerate(inputs.names[:current_index])]
-    return _find_change(entries, before) or (
-        f"{before['files']} files of {before['bytes']} bytes were read before {current!r}, and the {len(entries)} "
-        f"files of {sum(size for _, size in entries)} bytes before it now are not the same"
-    )
+class _Change(NamedTuple):
+    """A change of a single file. ``then``: its entry before the change; None: the file is new."""
+
+    text: str
+    then: tuple[str, int] | None
 
 
-def _find_change(entries: _Entries, before: State) -> str:
-    """The change of a single file that explains the difference, or ""."""
+def _refusal(entries: _Entries, before: State, otherwise: str) -> CheckpointMismatch:
+    """The error for files that are not those of a digest's state. ``otherwise``: the text for several changes."""
+    change = _find_change(entries, before)
+    if change is None:
+        return CheckpointMismatch(f"The input has changed: {otherwise}. {remedy()}")
+    if change.then is None:
+        return CheckpointMismatch(f"The input has changed: {change.text}. {remedy('Take it out')}")
+    return CheckpointMismatch(f"The input has changed: {change.text}. {remedy()}")
+
+
+def _find_change(entries: _Entries, before: State) -> _Change | None:
+    """The change of a single file that explains the difference; None: there is none."""
     moved = before["files"] - len(entries)
     if moved not in (-1, 0, 1):
-        return ""
+        return None
     size_then = before["bytes"] - sum(size for _, size in entries)
     names_then = reduce(xor, (_name_to_number(name) for name, _ in entries), int(before["names"], 16))
     # The hashes of each file and those after it, at the places where they were before the change.
@@ -301,22 +323,28 @@ def _find_change(entries: _Entries, before: State) -> str:
         after.append(after[-1] ^ _entry(index + moved, *entry))
     hash_before = 0
     for index, (name, size) in enumerate([*entries, ("", 0)][: len(entries) + max(0, moved)]):
-        rest = after[len(entries) - index - (moved < 1)]
-        if moved == 1:
-            then = _number_to_name(names_then), size_then
-            change = f"the file {then[0]!r}, which was read before, is gone"
-        elif moved == -1:
-            then, change = None, f"the file {name!r} is new, and comes before the position"
-        elif names_then == 0:
-            then = name, size + size_then
-            change = f"the file {name!r} had {then[1]} bytes, and has {size}"
-        else:
-            then = _number_to_name(names_then ^ _name_to_number(name)), size + size_then
-            change = f"the file {then[0]!r} is now {name!r}"
-        if f"{hash_before ^ rest ^ (_entry(index, *then) if then else 0):016x}" == before["all"]:
+        change = _change_of(moved, name, size, names_then, size_then)
+        found = hash_before ^ after[len(entries) - index - (moved < 1)]
+        if change.then is not None:
+            found ^= _entry(index, *change.then)
+        if f"{found:016x}" == before["all"]:
             return change
         hash_before ^= _entry(index, name, size)
-    return ""
+    return None
+
+
+def _change_of(moved: int, name: str, size: int, names_then: int, size_then: int) -> _Change:
+    """The change, if it is this file that was added, renamed or resized, or that follows the one that is gone."""
+    if moved == 1:
+        gone = _number_to_name(names_then)
+        return _Change(f"the file {gone!r} is gone", (gone, size_then))
+    if moved == -1:
+        return _Change(f"the file {name!r} is new", None)
+    size_then += size
+    if names_then == 0:
+        return _Change(f"the file {name!r} had {size_then} bytes, and has {size}", (name, size_then))
+    renamed = _number_to_name(names_then ^ _name_to_number(name))
+    return _Change(f"the file {renamed!r} is now {name!r}", (renamed, size_then))
 
 
 # Records of what was read -----------------------------------------------------------------------------------------
@@ -349,12 +377,12 @@ def sample_files(inputs: Inputs, indices: Sequence[int]) -> list[FileRecord]:
 def _record(inputs: Inputs, index: int) -> FileRecord:
     name = inputs.names[index]
     try:
-        info, size = inputs.info(index), inputs.size(index)
+        modified = inputs.info(index).get("mtime")
     except FileNotFoundError:
         return FileRecord(name, MISSING, "", 0.0)
-    modified = info.get("mtime")
-    sample = inputs.sample(index)
-    return FileRecord(name, size, sample, float(modified) if isinstance(modified, int | float) else 0.0)
+    if not isinstance(modified, int | float):
+        modified = 0
+    return FileRecord(name, inputs.size(index), inputs.sample(index), float(modified))
 
 
 # The whole input ---------------------------------------------------------------------------------------------------
@@ -381,7 +409,8 @@ def list_input(reader: BaseDiskReader) -> Inputs:
         InputError: one of the files in the folder is a FIFO, a socket or a device.
         OSError: the folder or the list cannot be read.
     """
-    folder, pattern = reader.data_folder, reader.glob_pattern
+    folder = reader.data_folder
+    pattern = reader.glob_pattern
     if hasattr(reader, "list_dataset"):  # HuggingFaceDatasetReader
         found: Inputs = reader.list_dataset()
         return found
@@ -392,10 +421,12 @@ def list_input(reader: BaseDiskReader) -> Inputs:
     if is_on_hub(folder):
         options["expand_info"] = False  # as DataFolder.list_files: one request instead of one per file
     with naming_hub_input(folder):
-        if pattern:
-            listed = folder.glob(pattern if has_magic(pattern) else f"*{pattern}", **options)
-        else:
+        if not pattern:
             listed = folder.find("", **options)
+        elif has_magic(pattern):
+            listed = folder.glob(pattern, **options)
+        else:
+            listed = folder.glob(f"*{pattern}", **options)
     files = (name for name, info in listed.items() if info["type"] != "directory")
     names = sorted(name for name in files if not is_ours(name))
     # A listing does not follow symbolic links: to it they are "other", too.

@@ -22,7 +22,6 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
 from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import orjson
@@ -35,9 +34,9 @@ from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
-from datatrove_ckpt.readers.input_errors import MAX_LINE_BYTES, naming_hub_input, read_line, refuse_array
+from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import remedy
-from datatrove_ckpt.readers.permutations import permutation
+from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
 
 _BLOCK = 2**20
@@ -55,8 +54,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     """datatrove's ``JsonlReader``, with a position on each document.
 
     Args:
-        shuffle_seed: read files, blocks of about 1 MiB, and the lines in a block in an order that depends on this
-            number. Blocks of compressed files keep their order.
+        shuffle_seed: read files in an order that depends on this number.
         stop_on_bad_line: raise ``DamagedLine`` if a line cannot be parsed, instead of counting it (``damaged_lines``
             in the stats) with a warning.
         The others are datatrove's.
@@ -89,19 +87,16 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))
         self.stop_on_bad_line = stop_on_bad_line
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
-        if self._codec(name) is None:
-            self._file_extent.first, self._file_extent.per = (0, 1.0) if self.shuffle_seed is None else (1, _BLOCK)
-        if self.shuffle_seed is None:
-            return self._read_in_order(name, file_position, row_shard)
-        return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
-
-    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
-        offset, number = file_position[:2] if file_position else (0, 0)
-        (index, count), extent = row_shard, self._file_extent
+    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+        offset, number = file_position[:2] or (0, 0)
+        index, count = row_shard
+        extent = self._file_extent
+        is_plain = self._codec(name) is None
+        if is_plain:
+            extent.per = 1.0
         with self._open(name) as file:
             head = xxh3_64(self._skip(file, offset, name))
-            if offset and self._codec(name) is None:
+            if offset and is_plain:
                 late_line_end = _read_late_line_end(file, offset)
                 head.update(late_line_end[: max(0, _HEAD - offset)])
                 offset += len(late_line_end)
@@ -120,46 +115,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     document = self._parse(line, name, number - 1)
                     if document is not None:
                         yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
-        if self._codec(name) is None:
+        if is_plain:
             extent.end = offset
-
-    def _read_shuffled(
-        self, name: str, size: int, file_position: FilePosition, row_shard: RowShard, seed: int
-    ) -> FileRead:
-        """A position is (the block, lines yielded of it). The block: how many have started; compressed: its offset."""
-        first, lines_done = file_position or (0, 0)
-        index, count = row_shard
-        with self._open(name) as file:
-            for place, key, start, lines in self._timed(self._shuffled_blocks(file, name, size, first, seed)):
-                offsets = list(accumulate(map(len, lines), initial=start))
-                order = permutation(len(lines), seed, name, key).tolist()
-                for turn in range(lines_done, len(order)):
-                    line = order[turn]
-                    if count > 1 and (start + line) % count != index:
-                        continue
-                    document = self._parse(lines[line], name, f"@{offsets[line]}")
-                    if document is not None:
-                        yield document, (place, turn + 1)
-                lines_done = 0
-
-    def _shuffled_blocks(
-        self, file: IO[bytes], name: str, size: int, first: int, seed: int
-    ) -> Iterator[tuple[int, int, int, list[bytes]]]:
-        """From the block at ``first`` on: its place in a position, its key for the order of its lines, offset, lines.
-
-        Where a compressed block starts alone decides which lines are in it, so resuming there finds the same lines.
-        """
-        if self._codec(name) is None:
-            order = permutation(-(-size // _BLOCK), seed, name).tolist()
-            for started, number in enumerate(order[max(0, first - 1) :], start=max(1, first)):
-                yield started, number, *_block(file, name, number)
-            return
-        self._skip(file, first, name)
-        for lines in _line_blocks(file, name):
-            after = first + sum(map(len, lines))
-            self._note_stored(file, after)
-            yield first, first, first, lines
-            first = after
 
     def parse_row(self, line: bytes, name: str, id_in_file: int | str) -> Row | None:
         """The object of a line; None if the line is blank or damaged. A damaged one is counted as in ``run``."""
@@ -203,15 +160,24 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _damaged(self, name: str, id_in_file: int | str, error: object) -> None:
         self.stat_update("damaged_lines")
-        where = f"line {id_in_file + 1}" if isinstance(id_in_file, int) else f"the line at byte {id_in_file[1:]}"
+        if isinstance(id_in_file, int):
+            where = f"line {id_in_file + 1}"
+        else:
+            where = f"the line at byte {id_in_file.removeprefix('@')}"
         if self.stop_on_bad_line:
             raise DamagedLine(
                 f"`{name}`, {where}: {error}. Fix or remove the line, or set stop_on_bad_line to false to count such "
                 "lines and continue."
             )
-        if (count := self.stats["damaged_lines"].total) <= _LOGGED:
-            more = ". Save it as UTF-8" * ("UTF-8" in str(error)) + "; others are only counted" * (count == _LOGGED)
-            logger.warning(f"Error when reading `{name}`, {where}: {error}{more}")
+        count = self.stats["damaged_lines"].total
+        if count > _LOGGED:
+            return
+        advice = ""
+        if "UTF-8" in str(error):
+            advice = ". Save it as UTF-8"
+        if count == _LOGGED:
+            advice += "; others are only counted"
+        logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
 
     # Files ---------------------------------------------------------------------------------------------------------
 
@@ -238,11 +204,10 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             self._file_extent.per = file.stored.tell() / max(1, content)
 
     def _may_grow(self, name: str) -> bool:
-        # Growth would reorder all shuffled blocks, and compressed data does not end at a line's end.
-        return self.shuffle_seed is None and self._codec(name) is None
+        return self._codec(name) is None  # compressed data does not end at a line's end
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
-        if self.shuffle_seed is not None or len(file_position) < 4:
+        if len(file_position) < 4:
             return False
         offset, _, start, line_hash, *with_head = file_position
         is_plain = self._codec(name) is None
@@ -250,13 +215,18 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             head = self._skip(file, start, name)
             line = _read_exactly(file, offset - start, name)
             head += line[: max(0, _HEAD - start)]
-            following = b"" if line.endswith((b"\n", b"\r")) else file.read(1)
-        if xxh3_64_intdigest(line, xxh3_64_intdigest(head) if with_head else 0) & PLAIN_INTEGER != line_hash:
+            following = b""
+            if not line.endswith((b"\n", b"\r")):
+                following = file.read(1)
+        seed = 0
+        if with_head:
+            seed = xxh3_64_intdigest(head)
+        if xxh3_64_intdigest(line, seed) & PLAIN_INTEGER != line_hash:
             raise CheckpointMismatch(
-                f"The input file {name!r} has changed before byte {offset}{'' if is_plain else ' of its content'}, the "
-                f"saved position. {remedy()}"
+                f"The input file {name!r} has changed before byte {offset} of its content, the saved position. "
+                + remedy()
             )
-        if following not in ((b"", b"\n", b"\r") if is_plain else (b"",)):
+        if following and not (is_plain and following in b"\n\r"):
             raise CheckpointMismatch(
                 f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
                 f"and has grown. {remedy()}"
@@ -303,7 +273,7 @@ def _opens_array(line: bytes) -> bool:
 
 
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
-    data = file.read(count) if count else b""
+    data = file.read(count)
     if len(data) < count:
         raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. {remedy()}")
     return data
@@ -330,27 +300,17 @@ def _rest_of_line(file: IO[bytes], name: str) -> bytes:
     return rest
 
 
-def _block(file: IO[bytes], name: str, number: int) -> tuple[int, list[bytes]]:
-    """The lines that start in the ``number``-th block of the file, and the offset of the first one."""
-    start = max(number * _BLOCK - 1, 0)  # one byte earlier, which shows whether a line starts with the block
-    file.seek(start)
-    block = file.read((number + 1) * _BLOCK - start)
-    if number:
-        head = block.find(b"\n") + 1
-        start, block = start + head, block[head:] if head else b""
-    if block and not block.endswith(b"\n"):
-        block += _rest_of_line(file, name)
-    return start, block.splitlines(keepends=True)
-
-
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
     """Reads the end of a line that had none when it was read as the last one."""
     file.seek(offset - 1)
-    last, following = file.read(1), file.read(2)
+    last = file.read(1)
+    following = file.read(2)
     length = 0
     if last != b"\n" and following[:1] == b"\n":
         length = 1
     elif last not in (b"\n", b"\r") and following[:1] == b"\r":
-        length = 2 if following == b"\r\n" else 1
+        length = 1
+        if following == b"\r\n":
+            length = 2
     file.seek(offset + length)
     return following[:length]

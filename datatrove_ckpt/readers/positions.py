@@ -12,172 +12,18 @@ object may run several ranks, and a pipeline may have several readers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.skipped import Skipped, SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reached
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord
-
-# How large a rank's input is, and how much of it lies before a document: for percent and time left, nothing else.
-#
-# The unit is bytes of the input files as they are stored, because a listing knows them; compressed files count with
-# their compressed bytes. Only datasets that know their rows count rows. Within a file, the format says how its places
-# become bytes (``FileExtent``). This costs nothing per document: a position refers to its file's extent, and is looked
-# at once a minute.
-#
-# No file is opened for this, and no row is counted: a footer is used once the file is read anyway.
-
-
-Unit: TypeAlias = Literal["bytes", "rows"]
-
-# More files than this are measured in a thread, because a stat may take a millisecond and a request 50; and of more
-# than _MEASURED, some are measured, for a mean. Remote ones cost requests, which the hub counts.
-_AT_ONCE = 64
-_MEASURED, _MEASURED_REMOTE = 1000, 50
-# Of fewer files than this, it is not enough to know which ones are done.
-_FINE = 20
-
-
-class MeasuredInputs(Protocol):
-    """See ``inputs.Inputs``."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-    def size_for_people(self, index: int) -> int: ...
-
-
-class Reached(NamedTuple):
-    """How much of an input is done. ``done`` and ``total`` in ``unit``; None: not known."""
-
-    done: int
-    total: int | None
-    unit: Unit | None
-
-
-UNKNOWN = Reached(0, None, None)
-
-
-@dataclass(slots=True, eq=False)
-class FileExtent:
-    """One file of an input, and how a place in it becomes a part of it. A format fills it in when it opens the file.
-
-    Attributes:
-        before: bytes, or rows, of the files before this one.
-        size: of this file.
-        first: the first number of the file's first place.
-        per: bytes, or rows, for each that this number is larger; None: nobody said.
-        starts: if the first number of a place is a group of rows, and the second a row of it: which part of the file
-            lies before each group, from 0 to 1, with a last 1.
-        lengths: rows of a group, as far as they are known.
-        end: where the reading of a file ended that may grow meanwhile; None before the end.
-    """
-
-    before: float = 0.0
-    size: float = 0.0
-    first: int = 0
-    per: float | None = None
-    starts: list[float] = field(default_factory=list)
-    lengths: dict[int, int] = field(default_factory=dict)
-    end: int | None = None
-
-    def set_groups(self, rows: list[int], first: int) -> None:
-        """The groups have so many rows, in the order in which they are read."""
-        total = max(1, sum(rows))
-        self.starts = [before / total for before in accumulate(rows, initial=0)]
-        self.lengths, self.first = dict(enumerate(rows)), first
-
-    def reached(self, place: tuple[int, ...]) -> float:
-        """What lies before the place in the input, with the files before this one."""
-        return self.before + self.inside(place)
-
-    def inside(self, place: tuple[int, ...]) -> float:
-        """What lies before the place in the file."""
-        if not place:
-            return 0.0
-        number, inside = place[0] - self.first, 0.0
-        if 0 <= number < len(self.starts) - 1:
-            start, end = self.starts[number : number + 2]
-            part = place[1] / max(1, self.lengths.get(number, place[1]))
-            inside = self.size * (start + (end - start) * min(1.0, part))
-        elif self.per is not None:
-            inside = number * self.per
-        return max(0.0, min(float(self.size), inside))
-
-
-class InputExtent:
-    """The input of one reader in one rank.
-
-    Args:
-        limit: most documents that the reader yields; -1: all.
-        rows: in the input, if that is known. Then rows are counted, in files taken for equal.
-        is_near: a size costs no request.
-    """
-
-    def __init__(self, inputs: MeasuredInputs, limit: int, rows: int | None = None, is_near: bool = True) -> None:
-        self.total: float | None = rows
-        """In ``unit``; None: not known, or not yet: see ``measure``."""
-        self.unit: Unit = "bytes" if rows is None else "rows"
-        self.measuring: threading.Thread | None = None
-        """Looks the sizes up; None: nobody has asked for them, or they are known at once."""
-        self._inputs = inputs
-        self._limit = limit
-        self._is_near = is_near
-        self._is_measured = rows is not None
-
-    @property
-    def is_measuring(self) -> bool:
-        """Sizes are being looked up."""
-        return self.measuring is not None and self.measuring.is_alive()
-
-    def file(self, index: int, bytes_before: int, size: int) -> FileExtent:
-        """The extent of one file, whose format is still to fill it in."""
-        if self.unit == "rows":
-            share = (self.total or 0) / max(1, len(self._inputs.names))
-            return FileExtent(before=index * share, size=share, per=1.0)
-        return FileExtent(before=bytes_before, size=size)
-
-    def measure(self) -> None:
-        """Looks the sizes up, once; beside the reading if that may take long. Not before somebody wants to know."""
-        if self._is_measured:
-            return
-        self._is_measured = True
-        if self._is_near and len(self._inputs.names) <= _AT_ONCE:
-            self._measure()
-        else:
-            self.measuring = threading.Thread(target=self._measure, name="datatrove-ckpt sizes", daemon=True)
-            self.measuring.start()
-
-    def _measure(self) -> None:
-        # Whatever goes wrong here, the reader says it better when it comes to the file.
-        with suppress(Exception):
-            count = len(self._inputs.names)
-            most = _MEASURED if self._is_near else _MEASURED_REMOTE
-            chosen = range(0, count, -(-count // most)) if count else range(0)
-            sizes = [self._inputs.size_for_people(index) for index in chosen]
-            if not count or any(sizes):
-                self.total = sum(sizes) * count / max(1, len(sizes))
-
-    def reached(self, file: FileExtent, place: tuple[int, ...], documents: int) -> Reached:
-        """How much of the input lies before a place, after so many documents of this rank."""
-        self.measure()
-        done = file.reached(place)
-        coarse = file.per is None and not file.starts
-        known = self.total is not None and not (coarse and len(self._inputs.names) < _FINE)
-        share = done / self.total if known and self.total else 0.0
-        if self._limit > 0 and documents / self._limit >= share:
-            return Reached(min(documents, self._limit), self._limit, "rows")
-        if not known:
-            return Reached(int(done), None, self.unit) if done else UNKNOWN
-        return Reached(min(int(done), int(self.total or 0)), int(self.total or 0), self.unit)
-
 
 State: TypeAlias = dict[str, Any]
 """The state of a reader: plain JSON values."""
@@ -290,22 +136,29 @@ class Reading:
     def start_reader(self) -> ReaderStart:
         """How the reader that starts now starts."""
         number = len(self.starts)
-        resuming = -1 if self.state is None else int(self.state.get("number", 0))
-        self._resumed |= number == resuming
-        self._skipped_a_reader |= number < resuming
-        state = self.state if number == resuming else None
-        start = ReaderStart(number, state, self._earlier)
-        if number < resuming:
-            earlier = (self.state or {}).get("earlier", [])
-            start.finished_digest = str(earlier[number]) if number < len(earlier) else ""
-        start.skipped = saved_skipped(state) if state is not None else self.skipped
+        start = ReaderStart(number, None, self._earlier, skipped=self.skipped)
         self.starts.append(start)
+        if self.state is None:
+            return start
+        resuming = int(self.state.get("number", 0))
+        if number == resuming:
+            self._resumed = True
+            start.state = self.state
+            start.skipped = saved_skipped(self.state)
+        elif number < resuming:
+            self._skipped_a_reader = True
+            start.finished_digest = ""
+            earlier = self.state.get("earlier", [])
+            if number < len(earlier):
+                start.finished_digest = str(earlier[number])
         return start
 
     @property
     def skipped(self) -> SkippedLines:
         """How many lines the readers have skipped so far, in this attempt and the earlier ones."""
-        return self.starts[-1].skipped if self.starts else SkippedLines()
+        if not self.starts:
+            return SkippedLines()
+        return self.starts[-1].skipped
 
     def __enter__(self) -> Reading:
         _thread.readings.append(self)
@@ -357,13 +210,16 @@ def start_reader(loaded: State | None) -> ReaderStart:
         return ReaderStart(state=loaded, skipped=saved_skipped(loaded))
     start = _thread.readings[-1].start_reader()
     if loaded is not None and start.state is None and start.finished_digest is None:
-        start.state, start.skipped = loaded, saved_skipped(loaded)
+        start.state = loaded
+        start.skipped = saved_skipped(loaded)
     return start
 
 
 def job_revisions() -> Revisions | None:
     """The commits that the job reads for which this thread reads."""
-    return _thread.readings[-1].revisions if _thread.readings else None
+    if not _thread.readings:
+        return None
+    return _thread.readings[-1].revisions
 
 
 def in_pipeline() -> bool:
@@ -374,7 +230,9 @@ def in_pipeline() -> bool:
 def saved_skipped(state: State | None) -> SkippedLines:
     if state is None or "file" not in state:  # the state before the first document
         return SkippedLines()
-    return SkippedLines.from_json(state["skipped"]) if "skipped" in state else SkippedLines(at_least=True)
+    if "skipped" not in state:  # an earlier release made the state
+        return SkippedLines(at_least=True)
+    return SkippedLines.from_json(state["skipped"])
 
 
 class _ThreadReadings(threading.local):

@@ -48,7 +48,8 @@ class Revisions:
             CheckpointCorrupt: what was kept cannot be read.
         """
         path = self._folder / f"dataset_{xxh3_64_hexdigest(f'{dataset}@{revision}'.encode())}.json"
-        if (kept := self._read(path)) is not None:
+        kept = self._read(path)
+        if kept is not None:
             return kept
         found = resolve()
         if found is None:

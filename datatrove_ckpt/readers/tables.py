@@ -8,9 +8,6 @@ are decoded and dropped.
 Rows become Python objects a thousand at a time, because a record batch may be a whole file. Local Arrow files are
 mapped into memory, so a batch costs what is used of it.
 
-With ``shuffle_seed`` a position is (groups started, rows of the last of them). Groups come in a shuffled order, and so
-do the rows of each. Of a large row group, only the next ``_HELD_BYTES`` in that order are kept while it is decoded, so
-it is decoded several times. A resume keeps only rows that are still to come.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -33,7 +29,6 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
-from datatrove_ckpt.readers.permutations import permutation
 from datatrove_ckpt.readers.positions import ALL_ROWS, Adapter, FilePosition, FileRead, Row, RowShard
 
 if TYPE_CHECKING:
@@ -55,14 +50,17 @@ def opened(folder: DataFolder, name: str) -> IO[bytes]:
         return cast("IO[bytes]", RetryingFile(file, name))
 
 
-_FILE_MARK, _STREAM_MARK = b"ARROW1", b"\xff\xff\xff\xff"
+_FILE_MARK = b"ARROW1"
+_STREAM_MARK = b"\xff\xff\xff\xff"
 
 
 def map_or_open(folder: DataFolder, name: str) -> Any:
     """A local file as memory, or a remote one whose reads are repeated."""
     import pyarrow as pa
 
-    return pa.memory_map(folder.resolve_paths(name)) if folder.is_local() else opened(folder, name)
+    if not folder.is_local():
+        return opened(folder, name)
+    return pa.memory_map(folder.resolve_paths(name))
 
 
 def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
@@ -98,8 +96,12 @@ def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
     try:
         return table.take(pa.array(numbers))
     except pa.ArrowNotImplementedError:
-        columns = [one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one for one in table.columns]
-        return type(table).from_arrays([take_values(column, numbers) for column in columns], schema=table.schema)
+        columns = []
+        for column in table.columns:
+            if isinstance(column, pa.ChunkedArray):
+                column = column.combine_chunks()
+            columns.append(take_values(column, numbers))
+        return type(table).from_arrays(columns, schema=table.schema)
 
 
 def take_values(chunk: Any, rows: Numbers) -> Any:
@@ -113,10 +115,7 @@ def take_values(chunk: Any, rows: Numbers) -> Any:
 
 _CONVERTED_ROWS = 1000
 _SKIPPED_ROWS = 2**13
-_PICKED_ROWS = 2**13
 _BATCH_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
-_HELD_BYTES = 2**27
-"""The most that is kept of a shuffled row group at once, uncompressed."""
 _BUFFER_BYTES = 2**20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -125,18 +124,14 @@ class RetryingFile:
     """A remote file opened for reading, whose reads are repeated."""
 
     def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
+        self._file = file
+        self._name = name
 
     def read(self, size: int = -1) -> bytes:
         return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
-
-
-_Group: TypeAlias = tuple[int, int, int, int, "Callable[[Numbers], tuple[Batch, Numbers]]"]
-"""One group of a shuffled file: groups started, with this one; its number in the file; how many rows it has; how many
-may be in memory at once; and what reads the rows with these numbers: a batch, and for each of them its place there."""
 
 
 class _TableReader(SeekingReader):
@@ -149,46 +144,21 @@ class _TableReader(SeekingReader):
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         """From (group, row) on: group, number of the batch's first row in it, batch. No batch spans two groups."""
 
-    @abstractmethod
-    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
-        """From the ``started``-th group in shuffled order on."""
-
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
-        if self.shuffle_seed is None:
-            return self._read_in_order(name, file_position, row_shard)
-        return self._read_shuffled(name, file_position, row_shard, self.shuffle_seed)
-
-    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
         group, row, number = file_position or (0, 0, 0)
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
             rows: Sequence[int] = range(row, row + batch.num_rows)
+            first_number: int | None = number
             if row_shard != ALL_ROWS:
                 index, count = row_shard
                 first = (index - group - row) % count
-                rows, batch = rows[first::count], take_rows(batch, range(first, len(rows), count))
-            first_number = number if row_shard == ALL_ROWS else None
+                batch = take_rows(batch, range(first, len(rows), count))
+                rows = rows[first::count]
+                first_number = None
             documents = self._convert(batch, rows, name, group, first_number)
             for document, row in documents:
                 number += document is not Skipped.WITHOUT_TEXT
                 yield document, (group, row + 1, number)
-
-    def _read_shuffled(self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int) -> FileRead:
-        started, done = file_position or (1, 0)
-        index, count = row_shard
-        for turn, group, length, held, pick in self._shuffled_groups(name, started, seed):
-            whole = permutation(length, seed, name, group)
-            for first in range(done, length, max(1, held)):
-                order = whole[first : first + held]
-                mine = np.flatnonzero((group + order) % count == index)
-                table, places = pick(order[mine])
-                for start in range(0, len(mine), _CONVERTED_ROWS):
-                    turns = mine[start : start + _CONVERTED_ROWS]
-                    rows = order[turns].tolist()
-                    done_after = dict(zip(rows, (first + 1 + turns).tolist(), strict=True))
-                    found = take_rows(table, places[start : start + _CONVERTED_ROWS])
-                    for document, row in self._convert(found, rows, name, group, None):
-                        yield document, (turn, done_after[row])
-            done = 0
 
     def _convert(
         self, batch: Batch, rows: Sequence[int], name: str, group: int, number: int | None
@@ -217,7 +187,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     """datatrove's ``ParquetReader``, with a position on each document.
 
     Args:
-        shuffle_seed: read files, row groups, and the rows in a group in an order that depends on this number.
+        shuffle_seed: read files in an order that depends on this number.
         The others are datatrove's.
     """
 
@@ -263,10 +233,12 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         with self._open(name) as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
             rows_of = [one.num_rows for one in groups]
-            self._file_extent.set_groups(rows_of, first=0)
+            self._file_extent.set_groups(rows_of)
             if group < len(rows_of) and row == rows_of[group]:
-                group, row = group + 1, 0
-            current, start = group, 0
+                group += 1
+                row = 0
+            current = group
+            start = 0
             # All groups in one call, although a batch may then span two: one call per tiny group would be slow.
             size = max(self.batch_size, _SKIPPED_ROWS) if row else self.batch_size  # large ones pass `row` faster
             size = min((_fitting(size, one.num_rows, one.total_byte_size) for one in groups[group:]), default=size)
@@ -275,7 +247,8 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
                 offset = 0
                 while offset < batch.num_rows:
                     while start == rows_of[current]:
-                        current, start = current + 1, 0
+                        current += 1
+                        start = 0
                     length = min(batch.num_rows - offset, rows_of[current] - start)
                     if current == group and start < row:
                         length = min(length, row - start)
@@ -285,38 +258,12 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
                     offset += length
                     start += length
 
-    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
-        with self._open(name) as file:
-            order = permutation(file.num_row_groups, seed, name).tolist()
-            groups = [file.metadata.row_group(number) for number in order]
-            self._file_extent.set_groups([group.num_rows for group in groups], first=1)
-            for turn in range(started, len(order) + 1):
-                group = groups[turn - 1]
-                held = max(_CONVERTED_ROWS, group.num_rows * _HELD_BYTES // max(1, group.total_byte_size))
-                pick = partial(self._pick, file, order[turn - 1], group.num_rows)
-                yield turn, order[turn - 1], group.num_rows, held, pick
-
-    def _pick(self, file: pq.ParquetFile, group: int, length: int, rows: Numbers) -> tuple[Batch, Numbers]:
-        """These rows of a group in the order of the file, and where each of them is there."""
-        import pyarrow as pa
-
-        wanted = np.zeros(length, dtype=np.bool_)
-        wanted[rows] = True
-        at, parts = 0, []
-        for batch in file.iter_batches(_PICKED_ROWS, row_groups=[group], columns=self._columns):
-            chosen = np.flatnonzero(wanted[at : at + batch.num_rows])
-            parts.append(batch if len(chosen) == batch.num_rows else take_rows(batch, chosen))
-            at += batch.num_rows
-        # Rows of several chunks would be taken from a copy of all of them, each time.
-        return pa.Table.from_batches(parts).combine_chunks(), (np.cumsum(wanted) - 1)[rows]
-
 
 class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignore]
     """datatrove's ``IpcReader``, with a position on each document. A file's first bytes tell whether it is a stream.
 
     Args:
-        shuffle_seed: read files, record batches, and the rows in a batch in an order that depends on this number. The
-            batches of a stream keep their order.
+        shuffle_seed: read files in an order that depends on this number.
         The others are datatrove's.
     """
 
@@ -343,13 +290,12 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
     ) -> None:
         super().__init__(**datatrove_arguments(locals()))
 
-    def _groups(self, name: str, first: int, seed: int | None) -> Iterator[tuple[int, int, Batch]]:
-        """From the ``first``-th turn on, counted from 0: turn, number of the record batch, record batch."""
+    def _groups(self, name: str, first: int) -> Iterator[tuple[int, Batch]]:
+        """The record batches from the ``first`` on, counted from 0, each after its number."""
         import pyarrow as pa
 
         with naming_damage(name), self._opened(name, map_or_open) as file:
             extent = self._file_extent
-            extent.first = 0 if seed is None else 1
             if is_stream(file, name, self.stream):
                 extent.starts = [0.0]
                 with pa.ipc.open_stream(file) as stream:
@@ -357,31 +303,22 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
                         extent.starts.append(file.tell() / max(1.0, extent.size))
                         extent.lengths[number] = batch.num_rows
                         if number >= first:
-                            yield number, number, batch
+                            yield number, batch
                     _check_end_of_stream(file)
                 return
             with pa.ipc.open_file(file) as reader:
                 count = reader.num_record_batches
-                order = range(count) if seed is None else permutation(count, seed, name).tolist()
                 extent.starts = [number / max(1, count) for number in range(count + 1)]
-                for turn in range(first, count):
-                    batch = reader.get_batch(order[turn])
-                    extent.lengths[turn] = batch.num_rows
-                    yield turn, order[turn], batch
+                for number in range(first, count):
+                    batch = reader.get_batch(number)
+                    extent.lengths[number] = batch.num_rows
+                    yield number, batch
 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
-        for _, number, batch in self._groups(name, group, None):
+        for number, batch in self._groups(name, group):
             size = _fitting(_CONVERTED_ROWS, batch.num_rows, batch.nbytes)
             for start in range(row if number == group else 0, batch.num_rows, size):
                 yield number, start, batch.slice(start, size)
-
-    def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
-        for turn, number, batch in self._groups(name, started - 1, seed):
-            yield turn + 1, number, batch.num_rows, batch.num_rows, partial(_pick_all, batch)
-
-
-def _pick_all(batch: Batch, rows: Numbers) -> tuple[Batch, Numbers]:
-    return batch, rows
 
 
 def _check_end_of_stream(file: IO[bytes]) -> None:

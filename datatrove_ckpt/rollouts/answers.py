@@ -48,9 +48,11 @@ class AnswerForm:
     @property
     def kind(self) -> str | None:
         given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        if not given:
+            return None
         if len(given) > 1:
             raise ConfigError(f"{given[0]}: is set together with {given[1]}; an answer has one form.")
-        return given[0] if given else None
+        return given[0]
 
     def check(self) -> None:
         """Raises ConfigError if no answer could ever have this form, or a package is missing."""
@@ -87,7 +89,8 @@ class AnswerForm:
         """The answer's text without what surrounds it, and what is wrong with it: "" if nothing is."""
         text = text.strip()
         problem = self._problem(text)
-        if problem and (fenced := _FENCE.fullmatch(text)):
+        fenced = _FENCE.fullmatch(text)
+        if problem and fenced:
             text = fenced[1].strip()
             problem = self._problem(text)
         return text, problem
@@ -109,8 +112,10 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
         ConfigError: for an endpoint or a script nobody can know, and it matters.
     """
     engine = ENGINES[server_type]
+    if engine.is_canned:
+        return CANNED
     if engine.is_known:
-        return CANNED if engine.is_canned else server_type
+        return server_type
     if form.kind == "json_schema":
         return "openai"  # vLLM, SGLang and llama.cpp take its field, too
     *first, last = (name for name in get_args(FormEngine) if name in ENGINES)
@@ -147,4 +152,6 @@ def _problem(validator: Any, text: str) -> str:
         return f"it is not JSON: {problem}"
     except Unresolvable as problem:
         raise ConfigError(f"json_schema: a $ref leads outside of the schema: {problem}.") from None
-    return "" if error is None else f"{error.json_path}: {error.message}"[:500]
+    if error is None:
+        return ""
+    return f"{error.json_path}: {error.message}"[:500]

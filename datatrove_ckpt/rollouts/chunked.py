@@ -15,7 +15,8 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
 from datatrove_ckpt.rollouts.settings import ReadyMade
-from datatrove_ckpt.rollouts.templates import check_template, fill, prompt_source, times_text
+from datatrove_ckpt.rollouts.source import prompt_source
+from datatrove_ckpt.rollouts.templates import check_template, fill, times_text
 
 # Where a text may be split, best first: after a blank line, after a sentence, after a word.
 _BOUNDARIES = (
@@ -26,23 +27,21 @@ _BOUNDARIES = (
 
 
 class Ruler:
-    """Measures stretches of one text: in characters, or in tokens if it is known where each of them begins."""
+    """Measures stretches of one text in units, such as tokens or characters. ``starts``: where each unit begins."""
 
-    def __init__(self, text: str, starts: Sequence[int] | None) -> None:
+    def __init__(self, text: str, starts: Sequence[int]) -> None:
         self._length = len(text)
         self._starts = starts
 
     def size(self, start: int, end: int) -> int:
-        if self._starts is None:
-            return end - start
         return bisect_left(self._starts, end) - bisect_left(self._starts, start)
 
     def end(self, start: int, limit: int) -> int:
-        """The end of the longest stretch from ``start`` that has at most this size; at least one character."""
-        if self._starts is None:
-            return start + limit
+        """Returns the end of the longest stretch from ``start`` of at most this size; at least one character."""
         last = bisect_left(self._starts, start) + limit
-        return max(self._starts[last] if last < len(self._starts) else self._length, start + 1)
+        if last >= len(self._starts):
+            return max(self._length, start + 1)
+        return max(self._starts[last], start + 1)
 
 
 def split_text(text: str, limit: int, starts: Sequence[int] | None = None) -> list[str]:
@@ -51,15 +50,15 @@ def split_text(text: str, limit: int, starts: Sequence[int] | None = None) -> li
     Args:
         starts: where each token begins: the limit is in tokens. None: it is in characters.
     """
-    ruler = Ruler(text, starts)
+    ruler = Ruler(text, range(len(text)) if starts is None else starts)
     parts: list[tuple[int, int]] = []
     for start, end in _pieces(text, 0, len(text), limit, ruler, _BOUNDARIES):
         if parts and ruler.size(parts[-1][0], _trimmed(text, parts[-1][0], end)) <= limit:
             parts[-1] = (parts[-1][0], end)
         else:
             parts.append((start, end))
-    shown = [part for start, end in parts if (part := text[start:end].strip())]
-    return shown or [text[: ruler.end(0, limit)]]
+    stripped = [text[start:end].strip() for start, end in parts]
+    return list(filter(None, stripped)) or [text[: ruler.end(0, limit)]]
 
 
 def _pieces(
@@ -155,10 +154,11 @@ class ChunkedRollout(ReadyMade):
 
     async def _parts(self, text: str) -> list[str]:
         limit = self.max_tokens_per_part
-        if limit is not None and self.chars_per_token is None:
-            return await asyncio.to_thread(lambda: split_text(text, limit, self._counter().starts(text)))
-        chars = self.max_chars_per_part if limit is None else max(1, int(limit * (self.chars_per_token or 1)))
-        return split_text(text, chars)
+        if limit is None:
+            return split_text(text, self.max_chars_per_part)
+        if self.chars_per_token is not None:
+            return split_text(text, max(1, int(limit * self.chars_per_token)))
+        return await asyncio.to_thread(lambda: split_text(text, limit, self._counter().starts(text)))
 
     async def _in_turn(self, document: Document, generate: Generate, parts: list[str]) -> list[InferenceResult]:
         results: list[InferenceResult] = []
@@ -200,8 +200,12 @@ def sum_usage(usages: Iterable[dict[str, object] | None]) -> dict[str, object]:
     for usage in usages:
         for name, value in (usage or {}).items():
             before = total.get(name)
-            if isinstance(value, dict):
-                total[name] = sum_usage([before if isinstance(before, dict) else None, value])
+            if isinstance(value, dict) and isinstance(before, dict):
+                total[name] = sum_usage([before, value])
+            elif isinstance(value, dict):
+                total[name] = sum_usage([value])
+            elif isinstance(value, (int, float)) and isinstance(before, (int, float)):
+                total[name] = before + value
             elif isinstance(value, (int, float)):
-                total[name] = value + (before if isinstance(before, (int, float)) else 0)
+                total[name] = value
     return total

@@ -35,7 +35,8 @@ class _NoText(WholeText):
         super().__post_init__()
 
     def _fit(self, config: InferenceConfig) -> None:
-        if lacks := config.engine.lacks(self._way):
+        lacks = config.engine.lacks(self._way)
+        if lacks:
             raise ConfigError(f"rollout_fn: {lacks}.")
         super()._fit(config)
 
@@ -95,7 +96,8 @@ class EmbedRollout(_NoText):
                 )
             vector = vector[: self.dimensions]
         if self.normalize:
-            if not (length := np.linalg.norm(vector)):
+            length = np.linalg.norm(vector)
+            if not length:
                 raise ValueError(
                     f"normalize: the vector of document {document.id!r} is all zeros. To go on without such documents, "
                     "set on_document_error to dead_letter"
@@ -137,18 +139,20 @@ class ClassifyRollout(_NoText):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("labels", "keep"):
-            if (given := getattr(self, name)) is not None and (not given or len(set(given)) < len(given)):
+            given = getattr(self, name)
+            if given is not None and (not given or len(set(given)) < len(given)):
                 raise ConfigError(f"{name}: {given!r} is not a list of different labels.")
         if self.labels is not None:
             self._check_kept(self.labels)
             self._check_threshold(len(self.labels))
 
     def _check_kept(self, labels: Collection[str]) -> None:
-        if unknown := [one for one in self.keep or () if one not in labels]:
-            raise ConfigError(
-                f"keep: the model has no label {', '.join(unknown)}; it has {', '.join(labels)}."
-                f"{' Servers name the best one only: set labels.' * (self.labels is None)}"
-            )
+        unknown = [label for label in self.keep or () if label not in labels]
+        if unknown:
+            advice = ""
+            if self.labels is None:
+                advice = " Servers name the best one only: set labels."
+            raise ConfigError(f"keep: the model has no label {', '.join(unknown)}; it has {', '.join(labels)}.{advice}")
 
     def _check_threshold(self, classes: int) -> None:
         # The number of a model with one class may be any, as those of several may be with such params.
@@ -158,13 +162,16 @@ class ClassifyRollout(_NoText):
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         text = await filled_text(self, self.prompt, document)
         found = await generate.classify(text, self.labels, **(self.params or {}))
-        label, scores = found.label, found.scores
+        label = found.label
+        score = found.score
+        scores = found.scores
+        if all(0 <= number <= 1 for number in scores.values()):
+            self._check_threshold(len(scores))
         if self.keep is not None:
             self._check_kept(scores)
-            scores = {one: scores[one] for one in self.keep}
+            scores = {kept: scores[kept] for kept in self.keep}
             label = max(scores, key=scores.__getitem__)  # the first one of several
-        score = found.score if self.keep is None else scores[label]
-        self._check_threshold(len(found.scores) if all(0 <= one <= 1 for one in found.scores.values()) else 1)
+            score = scores[label]
         # Servers calculate in float32: their 0.7 is 0.699999988.
         if self.threshold is not None and np.float32(score) < np.float32(self.threshold):
             return None

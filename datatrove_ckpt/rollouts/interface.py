@@ -161,5 +161,7 @@ async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[
 
 def chat_payload(system_prompt: str | None, content: str, params: Payload | None) -> Payload:
     """One user message, after the system message if there is one."""
-    system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-    return {"messages": [*system, {"role": "user", "content": content}]} | (params or {})
+    messages = [{"role": "user", "content": content}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return {"messages": messages} | (params or {})

@@ -17,7 +17,8 @@ from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
-from datatrove_ckpt.rollouts.templates import fill, parse, prompt_source
+from datatrove_ckpt.rollouts.source import prompt_source
+from datatrove_ckpt.rollouts.templates import fill, parse
 
 _OF_THE_ANSWER = ("system_prompt", "generation_params", "json_schema", "regex", "choice")
 _ANSWER = ("", "key", "answer")
@@ -93,13 +94,18 @@ class JudgeRollout(PromptRollout):
         super()._fit(config)
         if config.engine.is_canned:
             self.form_for = CANNED
-        self.judge = (self.judge or "judge") if config.name else None  # there is one model
+        if config.name:
+            self.judge = self.judge or "judge"
+        else:  # there is one model
+            self.judge = None
         if self.judge not in (None, *config.models):
             raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
         if self.prompt is not None and len(config.models) > 1 and self.judge == config.models[0]:
             raise ConfigError("judge: is the first model, which answers the prompt; name the writer first in config.")
-        defaults = config.default_generation_params if self.judge in (None, config.name) else {}
-        self._refuse_unread(self._unread, "judge_params", {**defaults, **(self.judge_params or {})})
+        params = self.judge_params or {}
+        if self.judge in (None, config.name):
+            params = {**config.default_generation_params, **params}
+        self._refuse_unread(self._unread, "judge_params", params)
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         async with self.media_parts(document) as parts:
@@ -107,49 +113,67 @@ class JudgeRollout(PromptRollout):
 
     async def _to_judge(self, document: Document, parts: Sequence[Payload], **answer: str) -> Payload:
         assert self.judge_prompt is not None
-        source = prompt_source(document, self.prompt_column)
-        text = source if isinstance(source, str) else document.text
+        text = prompt_source(document, self.prompt_column)
+        if not isinstance(text, str):
+            text = document.text
         template = self.judge_prompt
 
         def filled(text: str) -> str:
             return fill(template, document, text, **answer)
 
         content = filled(await self._cut(template, filled, text, None))
-        params = {"temperature": 0} if self.judge_params is None else self.judge_params
+        params = self.judge_params
+        if params is None:
+            params = {"temperature": 0}
         return with_media(chat_payload(None, content, params), parts)
 
     def _score(self, said: str) -> float | None:
         """The score in what is said after a <think> block, which only a pattern for it reads."""
         if "think>" not in (self.score_pattern or ""):
             said = said.rpartition("</think>")[2].partition("<think>")[0]
-        found = _FIRST.search(said if self.score_pattern is None else _last_match(self.score_pattern, said))
-        number = found[0].replace("−", "-") if found else ""  # noqa: RUF001
+        if self.score_pattern is not None:
+            said = _last_match(self.score_pattern, said)
+        found = _FIRST.search(said)
+        if found is None:
+            return None
+        number = found[0].replace("−", "-")  # noqa: RUF001
         return float(number) if _NUMBER.fullmatch(number) else None
 
     async def _scored(self, document: Document, generate: Generate, parts: Sequence[Payload]) -> object:
-        judge: Generate = generate if self.judge is None else getattr(generate, self.judge)
-        answer: InferenceResult | None = None
-        if self.prompt is not None:
-            answer = await self._ask(generate, await self._payload(document, parts))
-            if answer is None:
+        if self.prompt is None:
+            judged = await self._judged(generate, await self._to_judge(document, parts))
+            if judged is None:
                 return None
-        payload = await self._to_judge(document, parts, **({} if answer is None else {"answer": str(answer.text)}))
-        if self.form_for == CANNED:
-            judged = await judge(payload)
-        else:
-            found = await self._ask_until(self._read_score, "judge_prompt", True, judge, payload)
-            if found is None:
-                return None
-            judged = found
-        score = self._score(str(judged.text))
-        if score is not None and self.threshold is not None and score < self.threshold:
-            return None
-        main = judged if answer is None else answer
-        result = {"text": main.text, "finish_reason": main.finish_reason, "usage": judged.usage}
-        result |= {"reasoning": main.reasoning, "score": score}
+            return self._result(judged, judged)
+        answer = await self._ask(generate, await self._payload(document, parts))
         if answer is None:
-            return result
-        return {**result, "usage": sum_usage([answer.usage, judged.usage]), "judgement": judged.text}
+            return None
+        payload = await self._to_judge(document, parts, answer=str(answer.text))
+        judged = await self._judged(generate, payload)
+        if judged is None:
+            return None
+        usage = sum_usage([answer.usage, judged.usage])
+        return self._result(answer, judged) | {"usage": usage, "judgement": judged.text}
+
+    async def _judged(self, generate: Generate, payload: Payload) -> InferenceResult | None:
+        """Returns the judge's answer; None if the document is dropped, for its score or for the lack of one."""
+        if self.judge is not None:
+            generate = getattr(generate, self.judge)
+        judged: InferenceResult | None
+        if self.form_for == CANNED:
+            judged = await generate(payload)
+        else:
+            judged = await self._ask_until(self._read_score, "judge_prompt", True, generate, payload)
+        if judged is None or self.threshold is None:
+            return judged
+        score = self._score(str(judged.text))
+        if score is not None and score < self.threshold:
+            return None
+        return judged
+
+    def _result(self, answer: InferenceResult, judged: InferenceResult) -> dict[str, object]:
+        result = {"text": answer.text, "finish_reason": answer.finish_reason, "usage": judged.usage}
+        return result | {"reasoning": answer.reasoning, "score": self._score(str(judged.text))}
 
     def _read_score(self, answer: InferenceResult) -> tuple[str, str]:
         """The judge's answer, and what is wrong with it."""
@@ -157,17 +181,27 @@ class JudgeRollout(PromptRollout):
         if answer.finish_reason == "length":
             return said, "it is cut off; the judge needs more max_tokens"
         score = self._score(said)
+        if score is None and self.score_pattern is None:
+            return said, "it has no number"
         if score is None:
-            return said, f"it has no number{' where score_pattern looks for it' * (self.score_pattern is not None)}"
-        least, most = self.lowest, self.highest
-        if (least is not None and score < least) or (most is not None and score > most):
-            named = [("at least", least), ("at most", most)]
-            bounds = " and ".join(f"{words} {bound:g}" for words, bound in named if bound is not None)
-            return said, f"its score is {score:g}, and must be {bounds}"
+            return said, "it has no number where score_pattern looks for it"
+        bounds = []
+        if self.lowest is not None:
+            bounds.append(f"at least {self.lowest:g}")
+        if self.highest is not None:
+            bounds.append(f"at most {self.highest:g}")
+        is_low = self.lowest is not None and score < self.lowest
+        is_high = self.highest is not None and score > self.highest
+        if is_low or is_high:
+            return said, f"its score is {score:g}, and must be {' and '.join(bounds)}"
         return said, ""
 
 
 def _last_match(pattern: str, text: str) -> str:
     """What the pattern matches last in the text: its first group, if it has one; "" if it matches nothing."""
-    found = list(re.finditer(pattern, text))
-    return (found[-1][1 if found[-1].re.groups else 0] or "") if found else ""
+    found = None
+    for match in re.finditer(pattern, text):
+        found = match
+    if found is None:
+        return ""
+    return found[min(1, found.re.groups)] or ""

@@ -35,7 +35,8 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.rollouts.interface import Payload
-from datatrove_ckpt.rollouts.templates import Messages, lacks
+from datatrove_ckpt.rollouts.source import Messages
+from datatrove_ckpt.rollouts.templates import lacks
 
 MEDIA = "media"
 """``images`` of a document's own media, and not of a column."""
@@ -78,7 +79,10 @@ class MediaData:
     __slots__ = ("data", "key", "kind", "prefix")
 
     def __init__(self, data: bytes, kind: str, prefix: str, key: str) -> None:
-        self.data, self.kind, self.prefix, self.key = data, kind, prefix, key
+        self.data = data
+        self.kind = kind
+        self.prefix = prefix
+        self.key = key
 
     def __repr__(self) -> str:
         return f"<{self.kind} of {len(self.data)} bytes>"
@@ -148,10 +152,10 @@ def _made_part(data: bytes, filename: str, key: str) -> Payload:
     if kind is None:
         raise InvalidMedia("is of no type that can be sent (PNG, JPEG, GIF, WebP, BMP, TIFF, WAV, MP3, FLAC, OGG, PDF)")
     group, _, ending = kind.partition("/")
-    prefix = "" if group == "audio" else f"data:{kind};base64,"
-    value = MediaData(data, kind, prefix, key or xxhash.xxh3_128_hexdigest(data))
+    key = key or xxhash.xxh3_128_hexdigest(data)
     if group == "audio":
-        return {"type": "input_audio", "input_audio": {"data": value, "format": ending}}
+        return {"type": "input_audio", "input_audio": {"data": MediaData(data, kind, "", key), "format": ending}}
+    value = MediaData(data, kind, f"data:{kind};base64,", key)
     if group == "image":
         return {"type": "image_url", "image_url": {"url": value}}
     return {"type": "file", "file": {"filename": filename, "file_data": value}}
@@ -165,9 +169,9 @@ def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
     at = max((number for number, one in enumerate(messages) if one["role"] == "user"), default=None)
     if at is None:
         return {**payload, "messages": [*messages, {"role": "user", "content": [*parts]}]}
-    content = messages[at].get("content")
-    if isinstance(content, str) or content is None:
-        content = [{"type": "text", "text": content}] if content else []
+    content = messages[at].get("content") or []
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
     message = {**messages[at], "content": [*content, *parts]}
     return {**payload, "messages": [*messages[:at], message, *messages[at + 1 :]]}
 
@@ -193,12 +197,16 @@ def values_of(document: Document, images: str) -> list[object]:
         ConfigError: there is no such column.
         InvalidMedia: there is nothing in it.
     """
-    if images != MEDIA and images not in document.metadata:
+    where = f"nothing in {images!r}"
+    if images == MEDIA:
+        value = document.media
+        where = "no media"
+    elif images in document.metadata:
+        value = document.metadata[images]
+    else:
         raise lacks(document, "images", images)
-    value = document.media if images == MEDIA else document.metadata[images]
     values = list(value) if isinstance(value, list | tuple) else [value]
-    if not [one for one in values if one is not None]:
-        where = "no media" if images == MEDIA else f"nothing in {images!r}"
+    if all(value is None for value in values):
         raise InvalidMedia(f"images: the document has {where}. Filter such documents out before the InferenceRunner")
     return values
 
@@ -212,13 +220,16 @@ def _medium(value: object) -> _Medium:
         return _Medium(data=bytes(value))
     if isinstance(value, str):
         return _from_text(value)
-    if (pillow := sys.modules.get("PIL.Image")) and isinstance(value, pillow.Image):
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
         return _Medium(data=value)
     if isinstance(value, Media):
         value = {name: getattr(value, name) for name in Media.__slots__}
     if not isinstance(value, dict):
         raise InvalidMedia(f"is of type {type(value).__name__}, and no bytes, path or URL")
-    data, path, url = value.get("media_bytes", value.get("bytes")), value.get("path"), value.get("url")
+    data = value.get("media_bytes", value.get("bytes"))
+    path = value.get("path")
+    url = value.get("url")
     if data is None and not path:
         if not url:
             raise InvalidMedia("has no bytes, no path and no URL")
@@ -229,15 +240,19 @@ def _medium(value: object) -> _Medium:
 def _from_text(text: str, is_url: bool = False) -> _Medium:
     if text.startswith("data:"):
         head, _, content = text.partition(",")
+        if not head.endswith(";base64"):
+            return _Medium(name=head, data=unquote_to_bytes(content))
         try:
-            data = base64.b64decode(content, validate=True) if head.endswith(";base64") else unquote_to_bytes(content)
+            data = base64.b64decode(content, validate=True)
         except Base64Error as error:
             raise InvalidMedia(f"({head},...) is damaged: {error}") from None
         return _Medium(name=head, data=data)
     if text.startswith(("http://", "https://")):
         return _Medium(name=text, url=text)
-    if is_url or not text:
-        raise InvalidMedia(f"({text!r}) is no http(s) or data URL" if text else "is empty")
+    if not text:
+        raise InvalidMedia("is empty")
+    if is_url:
+        raise InvalidMedia(f"({text!r}) is no http(s) or data URL")
     return _Medium(name=text, path=text)
 
 
@@ -254,7 +269,8 @@ def check_media(settings: MediaSettings) -> None:
     """Raises ConfigError if Pillow or the folder is missing on this machine: no document is at fault."""
     if settings.max_image_side is not None:
         check_pillow()
-    if (folder := settings.media_folder) and get_protocol(folder) == "file" and not url_to_fs(folder)[0].isdir(folder):
+    folder = settings.media_folder
+    if folder and get_protocol(folder) == "file" and not url_to_fs(folder)[0].isdir(folder):
         raise ConfigError(f"media_folder: {folder} is no folder on this machine.")
 
 
@@ -278,7 +294,9 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
         yield [_part(name, one, settings) for name, one in media]
         return
     budget = _BUDGETS.setdefault(asyncio.get_running_loop(), ByteBudget(media_bytes()))
-    held = await asyncio.to_thread(_sizes, media, settings) if files else 0
+    held = 0
+    if files:
+        held = await asyncio.to_thread(_sizes, media, settings)
     await budget.acquire(held)
     try:
         parts = await _made_in_thread(media, settings)
@@ -310,13 +328,17 @@ def _named(number: int, value: object) -> tuple[str, _Medium]:
         medium = _medium(value)
     except InvalidMedia as error:
         raise InvalidMedia(f"images: medium {number} {error}") from None
-    return f"images: medium {number}{f' ({medium.name[:200]})' if medium.name else ''}", medium
+    if not medium.name:
+        return f"images: medium {number}", medium
+    return f"images: medium {number} ({medium.name[:200]})", medium
 
 
 def check_url(url: str, allowed: list[str] | None) -> None:
     """Raises InvalidMedia for a URL that a server may not fetch. ``allowed``: ``media_urls``."""
+    host = url
     found = _URL.match(url)
-    host = found[1].lower() if found else url
+    if found:
+        host = found[1].lower()
     if not {host, "*"}.intersection(allowed or ()):
         raise InvalidMedia(
             f"names a URL, which the server would fetch, and media_urls does not allow {host[:200]!r}. To allow it, "
@@ -329,21 +351,25 @@ def check_message_urls(messages: Messages, allowed: list[str] | None) -> None:
     contents = (message.get("content") for message in messages)
     for part in itertools.chain.from_iterable(one for one in contents if isinstance(one, list)):
         for name in {"image_url", "audio_url", "video_url"}.intersection(part):
-            url = part[name].get("url") if isinstance(part[name], dict) else part[name]
+            url = part[name]
+            if isinstance(url, dict):
+                url = url.get("url")
             if url and not url.startswith("data:"):
                 check_url(url, allowed)
 
 
 def _part(name: str, medium: _Medium, settings: MediaSettings) -> Payload:
-    data, side = medium.data, settings.max_image_side
+    data = medium.data
+    side = settings.max_image_side
     try:
         if data is None and medium.url:
             check_url(medium.url, settings.media_urls)
             return {"type": "image_url", "image_url": {"url": medium.url}}
         if data is None:
             data = _read(medium, settings)
-        elif not isinstance(data, bytes):
-            data = _as_png(data) if hasattr(data, "getbands") else bytes(data)
+        elif hasattr(data, "getbands"):  # a picture of Pillow
+            data = _as_png(data)
+        data = bytes(data)
         if side is None or not (kind_of(data) or "").startswith("image/"):
             return _made_part(data, posixpath.basename(medium.path or "") or "document.pdf", "")
         # The key is of the picture as it came: another release of Pillow makes it smaller in another way.
@@ -384,7 +410,10 @@ def _sizes(media: Iterable[tuple[str, _Medium]], settings: MediaSettings) -> int
         if medium.data is None and medium.path:
             try:
                 filesystem, path = _open_at(medium, settings)
-                total += medium.length if medium.length is not None else filesystem.size(path) or 0
+                if medium.length is None:
+                    total += filesystem.size(path) or 0
+                else:
+                    total += medium.length
             except Exception:
                 continue
     return total
@@ -414,7 +443,8 @@ def _read(medium: _Medium, settings: MediaSettings) -> bytes:
 
 def check_pillow() -> None:
     """Raises ConfigError if Pillow is not installed."""
-    if (advice := missing_package("PIL")) is not None:
+    advice = missing_package("PIL")
+    if advice is not None:
         raise ConfigError(f"max_image_side: {advice}")
 
 
@@ -435,7 +465,6 @@ def resized(data: bytes, side: int) -> bytes:
                 image.load()
                 if max(image.size) <= side:
                     return data
-                kept = image.format in ("JPEG", "MPO")
                 turned = ImageOps.exif_transpose(image)  # the new file has no Exif data
                 if turned.mode.startswith("I"):  # of 16 bits
                     turned = turned.convert("I").point(lambda value: value / 256).convert("L")
@@ -445,7 +474,10 @@ def resized(data: bytes, side: int) -> bytes:
                 size = (max(1, round(turned.width * scale)), max(1, round(turned.height * scale)))
                 made = io.BytesIO()
                 smaller = turned.resize(size, Image.Resampling.LANCZOS)
-                smaller.save(made, "JPEG" if kept else "PNG", **({"quality": 90} if kept else {}))
+                if image.format in ("JPEG", "MPO"):
+                    smaller.save(made, "JPEG", quality=90)
+                else:
+                    smaller.save(made, "PNG")
                 return made.getvalue()
         except Exception as error:  # Pillow's plugins raise anything for a damaged file
             raise InvalidMedia(f"is damaged, or no whole picture: {error_text(error)}") from error
@@ -470,7 +502,6 @@ def without_bytes(value: object) -> object:
         return [without_bytes(one) for one in value]
     if isinstance(value, dict):
         return {name: None if name in ("bytes", "media_bytes") else without_bytes(one) for name, one in value.items()}
-    if isinstance(value, str):
-        return None if value.startswith("data:") else value
-    is_plain = value is None or isinstance(value, bool | int | float)
-    return value if is_plain else None
+    if isinstance(value, str | int | float) and not str(value).startswith("data:"):
+        return value
+    return None

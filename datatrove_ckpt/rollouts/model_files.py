@@ -32,10 +32,13 @@ def _find_file(model: str, revision: str | None) -> Path:
     Raises:
         ConfigError: there is no such file, or it cannot be downloaded.
     """
-    path = expand_path("tokenizer", model) if model.startswith(_LOCAL) else Path(model)
-    if path.is_file() and path.suffix == Path(_TOKENIZER).suffix:
+    path = Path(model)
+    is_local = model.startswith(_LOCAL)
+    if is_local:
+        path = expand_path("tokenizer", model)
+    if path.is_file() and path.suffix == ".json":
         return path
-    if path.is_dir() or model.startswith(_LOCAL):
+    if path.is_dir() or is_local:
         if not (path / _TOKENIZER).is_file():
             raise ConfigError(f"tokenizer: {path / _TOKENIZER} is no file on this machine. Correct the path.")
         return path / _TOKENIZER
@@ -46,7 +49,9 @@ def _find_file(model: str, revision: str | None) -> Path:
     except ImportError:
         raise ConfigError(f"tokenizer: {missing_package('huggingface_hub')}") from None
     except Exception as error:  # the client's errors, those of the network, and those of the disk
-        where = f"{model!r}" if revision is None else f"{model!r} at {revision!r}"
+        where = f"{model!r}"
+        if revision is not None:
+            where += f" at {revision!r}"
         raise ConfigError(
             f"tokenizer: {_TOKENIZER} of {where} is in no folder of that name, and the hub does not give it "
             f"({error_text(error).splitlines()[0][:200]}). Correct the name, or give the path of a folder that has it."

@@ -13,6 +13,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.cutting import cut_to_chars, cut_to_tokens, fits_for_sure
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
 from datatrove_ckpt.rollouts.media import (
     MEDIA,
@@ -23,18 +24,9 @@ from datatrove_ckpt.rollouts.media import (
     with_media,
     without_bytes,
 )
-from datatrove_ckpt.rollouts.model_files import TokenCounter
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
-from datatrove_ckpt.rollouts.templates import (
-    BARE,
-    check_template,
-    fill,
-    fixed_length,
-    parse,
-    prompt_source,
-    times_text,
-    with_system,
-)
+from datatrove_ckpt.rollouts.source import prompt_source, with_system
+from datatrove_ckpt.rollouts.templates import BARE, check_template, fill, fixed_length, parse, times_text
 
 Filled: TypeAlias = Callable[[str], str]
 
@@ -85,7 +77,8 @@ class PromptRollout(OneRequest):
     media_urls: list[str] | None = None
 
     def __post_init__(self) -> None:
-        name, template = self.first_template, getattr(self, self.first_template)
+        name = self.first_template
+        template = getattr(self, name)
         if self.images is None:
             check_template(template, name)
         else:  # the documents differ in their media, so a prompt may say the same to all
@@ -179,13 +172,19 @@ def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
         ConfigError: its payloads are for the other kind of request, so every request would be rejected; or see
             ``ReadyMade.for_config``.
     """
-    chats = rollout_fn.uses_chat if isinstance(rollout_fn, ReadyMade) else True if rollout_fn is chat else None
+    chats = None
+    if rollout_fn is chat:
+        chats = True
+    elif isinstance(rollout_fn, ReadyMade):
+        chats = rollout_fn.uses_chat
     name = getattr(rollout_fn, "__name__", type(rollout_fn).__name__)
     if config.use_chat and chats is False:
         raise ConfigError(f"use_chat: {name} sends plain completions; set use_chat to false.")
     if not config.use_chat and chats:
         raise ConfigError(f"use_chat: {name} sends chat messages; set use_chat to true, or use CompletionRollout.")
-    return rollout_fn.for_config(config) if isinstance(rollout_fn, ReadyMade) else rollout_fn
+    if isinstance(rollout_fn, ReadyMade):
+        return rollout_fn.for_config(config)
+    return rollout_fn
 
 
 async def filled_text(rollout: WholeText, template: str, document: Document) -> str:
@@ -226,58 +225,3 @@ async def cut_to_limit(rollout: WholeText, template: str, filled: Filled, text: 
 
     # Counting a long text takes milliseconds, and reading a tokenizer a second.
     return await asyncio.to_thread(cut)
-
-
-# Cuts a text so that the message it is filled into fits: after a line if there is one.
-
-
-_LONG_TOKEN = 8  # characters; hardly a text has longer tokens on average
-
-
-def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) -> str:
-    """The text, cut so that ``fill(text)`` has at most ``limit`` characters.
-
-    Args:
-        fill: fills the template.
-        times: how often the text is in the template.
-    """
-    if len(fill(text)) <= limit:
-        return text
-    return _whole_lines(text, max(0, limit - len(fill(""))) // max(times, 1))
-
-
-def fits_for_sure(content: str, limit: int) -> bool:
-    """Whether the content has so few bytes that nobody needs to count its tokens. A token is at least one byte."""
-    return len(content) <= limit and (content.isascii() or len(content.encode("utf-8", "replace")) <= limit)
-
-
-def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int, counter: TokenCounter) -> str:
-    """The text, cut so that ``fill(text)`` has at most ``limit`` tokens."""
-    if not times or fits_for_sure(fill(text), limit):
-        return text
-    room = max(0, limit - counter.count(fill(""))) // times
-    end = _end_of(text, room, counter)
-    cut = text if end >= len(text) else _whole_lines(text, end)
-    # A template's tokens and a text's tokens are not exactly those of the two together.
-    while cut and (excess := counter.count(fill(cut)) - limit) > 0:
-        if not (starts := counter.starts(cut)):
-            return ""
-        cut = _whole_lines(cut, starts[max(0, len(starts) - -(-excess // times))])
-    return cut
-
-
-def _end_of(text: str, room: int, counter: TokenCounter) -> int:
-    """Where the first ``room`` tokens of the text end. Looks at as much of a long text as it needs."""
-    size = _LONG_TOKEN * (room + 8)
-    while True:
-        starts = counter.starts(text[:size])
-        if len(starts) > room:
-            return starts[room]
-        if size >= len(text):
-            return len(text)
-        size *= 4
-
-
-def _whole_lines(text: str, end: int) -> str:
-    line = text.rfind("\n", 0, end + 1)
-    return text[: line if line > 0 else end]

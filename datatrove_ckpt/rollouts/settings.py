@@ -99,13 +99,14 @@ class ReadyMade:
 
     def _fit(self, config: InferenceConfig) -> None:
         flags = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
-        model, revision = config.model_name_or_path, flags.get("revision")
         if self._counts_tokens() and self.chars_per_token is None:
-            own = (flags.get("tokenizer"), flags.get("tokenizer-revision")) if "tokenizer" in flags else None
-            name, version = own or (model, flags.get("tokenizer-revision", revision))
             if self.tokenizer is not None:
-                name, version = self.tokenizer, None
-            self.counted_by = [name, version]
+                self.counted_by = [self.tokenizer, None]
+            elif "tokenizer" in flags:
+                self.counted_by = [flags["tokenizer"], flags.get("tokenizer-revision")]
+            else:
+                revision = flags.get("tokenizer-revision", flags.get("revision"))
+                self.counted_by = [config.model_name_or_path, revision]
             self.tokenizer_hash = load_counter(*self.counted_by).digest  # type: ignore[arg-type]
         self._refuse_unread(self._unread, "generation_params", {**config.default_generation_params, **self._params()})
 
@@ -199,8 +200,10 @@ class OneRequest(WholeText):
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
         if self.form.kind is not None:
-            canned = config.engine.is_canned
-            self.form_for = CANNED if canned else self.engine or engine_of(config.server_type, self.form)
+            if config.engine.is_canned:
+                self.form_for = CANNED
+            else:
+                self.form_for = self.engine or engine_of(config.server_type, self.form)
             self.form.fields(self.form_for)
             self._refuse_unread(("n",), "generation_params", {**config.default_generation_params, **self._params()})
 
@@ -216,7 +219,9 @@ class OneRequest(WholeText):
                 "max_prompt_tokens: auto is what the context leaves beside the answer, but nothing says how long that "
                 "may be. Set max_tokens in default_generation_params or generation_params."
             )
-        left = config.model_max_context - int(answer) - (_CHAT_TEMPLATE_TOKENS if config.use_chat else 0)
+        left = config.model_max_context - int(answer)
+        if config.use_chat:
+            left -= _CHAT_TEMPLATE_TOKENS
         if left < 1:
             raise ConfigError(
                 f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in model_max_context, which is "

@@ -1,7 +1,4 @@
-"""Templates of prompts. Only the template is parsed, never a document, so braces in a document have no meaning.
-
-What a rollout makes its request from: the document's text or one of its columns, as a text or a list of messages.
-"""
+"""Templates of prompts. Only the template is parsed, never a document, so braces in a document have no meaning."""
 
 from __future__ import annotations
 
@@ -9,73 +6,11 @@ import difflib
 import re
 from functools import lru_cache
 from string import Formatter
-from typing import Any, TypeAlias
 
-import orjson
 from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError
-
-Messages: TypeAlias = list[dict[str, Any]]
-
-
-class MessagesText(str):
-    """A list of messages as JSON, for the output. Further rollouts of the same document still find the list."""
-
-    messages: Messages
-
-    @classmethod
-    def of(cls, messages: Messages) -> MessagesText:
-        text = cls(orjson.dumps(messages, option=orjson.OPT_NON_STR_KEYS).decode())
-        text.messages = messages
-        return text
-
-
-def prompt_source(document: Document, column: str | None) -> str | Messages:
-    """The document's text, or the value of a metadata column: a text or a list of messages.
-
-    A list in ``document.text`` is written to the output as JSON, because the text of an output must be a text.
-
-    Raises:
-        ConfigError: the column is missing or null, or a list holds something else than messages.
-    """
-    if column is None:
-        text: object = document.text
-        if isinstance(text, list):
-            document.text = text = MessagesText.of(_checked(document, "text", text))
-        return text.messages if isinstance(text, MessagesText) else str(text)
-    if column not in document.metadata:
-        raise lacks(document, "prompt_column", column)
-    value = document.metadata[column]
-    if isinstance(value, list):
-        return _checked(document, column, value)
-    if value is None or isinstance(value, dict):
-        shown = "null" if value is None else "a mapping"
-        raise ConfigError(
-            f"prompt_column: {column!r} of document {document.id!r} is {shown}, and neither a text nor a list of "
-            "messages. Filter such documents out before the InferenceRunner."
-        )
-    return str(value)
-
-
-def with_system(system_prompt: str | None, messages: Messages) -> Messages:
-    """The messages after the system message, unless they begin with one of their own."""
-    own = bool(messages) and messages[0]["role"] == "system"
-    return messages if own or system_prompt is None else [{"role": "system", "content": system_prompt}, *messages]
-
-
-def _checked(document: Document, place: str, value: list[Any]) -> Messages:
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConfigError(
-                f"{place!r} of document {document.id!r} is a list, but item {number} is no message: messages have a "
-                "role and a content."
-            )
-    if not value:
-        raise ConfigError(f"{place!r} of document {document.id!r} is an empty list: there is no message to send.")
-    return value
-
 
 _FIELD = re.compile(r"metadata\[([^\[\]{}]+)\]|(?!metadata$)([^\W\d]\w*)")
 _OWN = ("text", "id")
@@ -100,7 +35,9 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
         if "{text}" in template:
             raise ConfigError(f"{setting}: has both {{text}} and {_DOCUMENT}; use one of them for the document's text.")
         for literal in template.split(_DOCUMENT):
-            parts += [(literal, "", "")] * bool(literal) + [("", "text", "")]
+            if literal:
+                parts.append((literal, "", ""))
+            parts.append(("", "text", ""))
         return tuple(parts[:-1])
     try:
         parsed = list(Formatter().parse(template))
@@ -113,10 +50,17 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
             continue
         match = _FIELD.fullmatch(field)
         if match is None or spec or conversion:
-            written = field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            raise ConfigError(f"{setting}: {{{written}}} cannot be filled in; {_ALLOWED}.")
-        name, key = ("metadata", match[1]) if match[1] else ("key", field)
-        parts.append(("", field, "") if field in _OWN else ("", name, key))
+            if conversion:
+                field += f"!{conversion}"
+            if spec:
+                field += f":{spec}"
+            raise ConfigError(f"{setting}: {{{field}}} cannot be filled in; {_ALLOWED}.")
+        if field in _OWN:
+            parts.append(("", field, ""))
+        elif match[1]:
+            parts.append(("", "metadata", match[1]))
+        else:
+            parts.append(("", "key", field))
     return tuple(parts)
 
 

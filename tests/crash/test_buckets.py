@@ -21,7 +21,7 @@ from loguru import logger
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor, executor
 from datatrove_ckpt.checkpoint import storage
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
@@ -76,7 +76,7 @@ def client(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
 def _one_after_the_other(ram: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(ram))
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
-    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(executor, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     policy("HUB", "HUB_LOOK", "READING", first=0.01)
     PASSES.watch(monkeypatch)

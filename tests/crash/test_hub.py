@@ -13,7 +13,7 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 from huggingface_hub import get_session
 
-from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 from tests.crash.test_every_effect import answered
@@ -62,7 +62,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     policy("HUB", "HUB_LOOK", first=0.01)
-    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0,))
+    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0,))
     yield
     assert list((tmp_path / "temporary").iterdir()) == []
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
 from tests.jobs import documents, runner
@@ -24,7 +24,7 @@ def test_every_file_is_there_once(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
     policy("HUB", "HUB_LOOK", first=0.01, limited_first=0.01)
-    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01))
+    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     hub.create_repo("org/data")
     hub.lag_commits = 1
     refused = hub.fail("commit", status=500, times=None, every=3)

@@ -24,9 +24,9 @@ from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.mirror.manifests import Part, Versions
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubUploads
+from datatrove_ckpt.output.hub_uploads import HubUploads
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
@@ -42,7 +42,7 @@ BUCKET = "hf://buckets/org/job"
 @pytest.fixture(autouse=True)
 def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> Iterator[None]:
     """Nothing is left in the temporary folder, whatever happens."""
-    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(executor, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     policy("HUB", "HUB_LOOK", first=0.01)
     (tmp_path / "temporary").mkdir()

@@ -27,10 +27,11 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.placement import WaitingChunk
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import generate, scheduler
-from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.output import hub_commits, hub_uploads
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits, HubUploads
+from datatrove_ckpt.output.hub_commits import HubCommits
 from datatrove_ckpt.output.hub_pace import CommitPace, History
+from datatrove_ckpt.output.hub_uploads import HubUploads
 from datatrove_ckpt.output.owner import Ownership
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
@@ -55,7 +56,7 @@ def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
     policy("HUB", "HUB_LOOK", first=0.01, limited_first=0.01)
-    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01))
+    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
 
 
 @pytest.fixture

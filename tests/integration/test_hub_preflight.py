@@ -18,7 +18,8 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import OutputFailed, Preempted
-from datatrove_ckpt.output.hub import HubFolder, check_access
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
@@ -140,7 +141,7 @@ def test_a_hub_that_does_not_answer_is_no_hang(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
     policy("HUB_LOOK", patience=0.1)
-    monkeypatch.setattr("datatrove_ckpt.output.hub._ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("datatrove_ckpt.output.hub_access._ANSWER_SECONDS", 0.2)
     held = hub.hold("auth-check", times=None)
     try:
         assert "no answer within" in refused()

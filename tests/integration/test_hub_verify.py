@@ -9,7 +9,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.output import hub_commits
+from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
@@ -28,7 +28,7 @@ def cli(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Iterator[Cli]:
-    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01))
+    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     hub.put("org/data", CARD)
     with hub_job(tmp_path, hub, server, monkeypatch, capfd) as run:
         yield run

@@ -166,7 +166,7 @@ def test_output_that_went_to_the_hub_is_compared_there(
     there = {f"part/{path.name}": path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
     lost = next(iter(there))
     hub.put("org/data", {name: data for name, data in there.items() if name != lost})
-    monkeypatch.setattr("datatrove_ckpt.output.hub_commits.LAG_LOOKS", (0.0, 0.01))
+    monkeypatch.setattr("datatrove_ckpt.output.hub_uploads.LAG_LOOKS", (0.0, 0.01))
     url = "hf://datasets/org/data/part"
     with pytest.raises(OutputMismatch, match=r"lacks output files|is missing"):
         run(folder, server.url, 1, output=url)

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
-from datatrove_ckpt.output import hub_commits, owner
+from datatrove_ckpt.output import hub_uploads, owner
 from datatrove_ckpt.output.owner import Ownership
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
@@ -155,7 +155,7 @@ class BucketPlace(HubPlace):
 @pytest.fixture(params=["local", "parquet", "many files", "memory", "hub", "bucket"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(owner, "_READ_AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(hub_commits, "LAG_LOOKS", (0.0, 0.01))
+    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     kinds = {"local": Place, "parquet": ParquetPlace, "many files": ManyFiles, "memory": MemoryPlace}
     if request.param in kinds:
         yield kinds[request.param](tmp_path)

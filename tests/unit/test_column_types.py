@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt.output.arrow_types import (
-    ColumnTypes,
-    Misfit,
-    NotUnited,
-    RankColumns,
-    infers_schema,
-    misfits,
-    raw_types,
-    unite,
-)
+from datatrove_ckpt.output.arrow_types import NotUnited, unite
+from datatrove_ckpt.output.column_types import ColumnTypes, Misfit, RankColumns, infers_schema, misfits, raw_types
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

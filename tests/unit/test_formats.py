@@ -9,7 +9,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.cli.yaml_config import SHORT_NAMES
 from datatrove_ckpt.output.formats import FORMATS, Format, format_of_file, is_known
-from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.output.names import stem, writer_name
 
 TEXTS = ["one", "two\nlines", "dreiß"]
 
@@ -26,6 +26,7 @@ def test_what_a_writer_has_written_is_counted_and_read(known: Format, compressio
     assert is_known(writer_name(writer)), "verify does not count its rows"
     assert format_of_file(f"a/name{known.suffix}") is known
     assert known.writer.__name__ in SHORT_NAMES, "YAML files cannot name its writer"
+    assert stem(f"name{known.suffix}") == "name", "its files are not recognised if the template lacks the suffix"
     (path,) = tmp_path.iterdir()
     with writer.output_folder.open(path.name, "rb", compression=compression) as file:
         assert known.count(file) == len(TEXTS)

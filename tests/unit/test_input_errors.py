@@ -26,8 +26,8 @@ from datatrove_ckpt.readers import (
     ParquetReader,
     Reading,
     SeekingReader,
-    input_errors,
     jsonl,
+    no_document,
     position_state,
 )
 from datatrove_ckpt.torch.blocks import BlockInput
@@ -128,20 +128,16 @@ def test_an_input_that_is_empty_is_no_error(tmp_path: Path, content: bytes, suff
     assert texts(JsonlReader(tmp_path.as_posix())) == []
 
 
-@pytest.mark.parametrize(("suffix", "seed"), [("", 1), (".gz", None)])
-def test_a_byte_order_mark_costs_no_document_and_moves_no_position(
-    tmp_path: Path, suffix: str, seed: int | None
-) -> None:
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_byte_order_mark_costs_no_document_and_moves_no_position(tmp_path: Path, suffix: str) -> None:
     content = codecs.BOM_UTF8 + LINES[0] + LINES[1] + codecs.BOM_UTF8 + LINES[2] + codecs.BOM_UTF8 + b"\n"
     compress = COMPRESS.get(suffix.lstrip("."), lambda data: data)
     (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(content))
     (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8)
-    reader = JsonlReader(str(tmp_path), shuffle_seed=seed)
-    found = texts(reader)
-    assert sorted(found) == ["0", "1", "2"]
-    assert seed is not None or found == ["0", "1", "2"]
+    found = texts(JsonlReader(str(tmp_path)))
+    assert found == ["0", "1", "2"]
     for done in range(3):
-        first, resumed = (JsonlReader(str(tmp_path), shuffle_seed=seed) for _ in range(2))
+        first, resumed = (JsonlReader(str(tmp_path)) for _ in range(2))
         documents = first.run()
         for _ in range(done):
             next(documents)
@@ -165,16 +161,15 @@ def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_pa
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
-@pytest.mark.parametrize("seed", [None, 1])
 def test_a_line_that_does_not_end_is_an_error_that_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, seed: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2**21)
-    monkeypatch.setattr(input_errors.read_line, "__defaults__", (2**21,))
+    monkeypatch.setattr(no_document.read_line, "__defaults__", (2**21,))
     name = f"a.jsonl.{suffix}".rstrip(".")
     (tmp_path / name).write_bytes(COMPRESS.get(suffix, bytes)(bytes(2**24)))
     with pytest.raises(InputError, match=f"A line of the input file '{name}' is longer than {2**21} bytes"):
-        texts(JsonlReader(str(tmp_path), shuffle_seed=seed))
+        texts(JsonlReader(str(tmp_path)))
 
 
 # Damaged files ---------------------------------------------------------------------------------------------------
@@ -297,19 +292,19 @@ def test_another_text_key_is_refused_on_resume_but_not_for_a_position_of_0_1_0(t
 # Skipped lines are counted ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("jsonl", None), ("jsonl.gz", 3), ("parquet", 3)])
-def test_skipped_lines_count_once_wherever_a_run_was_stopped(tmp_path: Path, kind: str, seed: int | None) -> None:
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_skipped_lines_count_once_wherever_a_run_was_stopped(tmp_path: Path, kind: str) -> None:
     rows = [{"text": "" if i % 3 == 0 else str(i), "id": str(i)} for i in range(30)]
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
-        reader: SeekingReader = ParquetReader(tmp_path.as_posix(), shuffle_seed=seed, batch_size=4)
+        reader: SeekingReader = ParquetReader(tmp_path.as_posix(), batch_size=4)
         expected = (0, 10)
     else:
         content = b"".join(
             json.dumps(row).encode() + (b"\nbad\n\n" if i % 10 == 0 else b"\n") for i, row in enumerate(rows)
         )
         (tmp_path / f"a.{kind}").write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
-        reader, expected = JsonlReader(tmp_path.as_posix(), shuffle_seed=seed), (3, 10)
+        reader, expected = JsonlReader(tmp_path.as_posix()), (3, 10)
     reading = Reading()
     documents = read_in(reading, reader)
     assert len(documents) == 20

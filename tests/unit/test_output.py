@@ -19,10 +19,10 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed
-from datatrove_ckpt.output.committed import list_output
+from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.stoppable import StorageCalls
 from datatrove_ckpt.output.targets import RemoteTarget, S3Target
-from datatrove_ckpt.output.writers import check_writer
+from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.redaction import check_options
 from datatrove_ckpt.testing import FakeServer

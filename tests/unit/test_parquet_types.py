@@ -18,7 +18,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentNotSerializable, OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
-from datatrove_ckpt.output.chunk_output import ChunkWriting
+from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.readers import ParquetReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.torch.samples import table_arrays

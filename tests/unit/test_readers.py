@@ -234,7 +234,7 @@ def test_damaged_lines_are_counted_and_logged_and_stop_the_reader_on_request(tmp
     with pytest.raises(DamagedLine, match=r"`a.jsonl`, line 3: .*stop_on_bad_line"):
         list(JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True).run())
     with pytest.raises(DamagedLine, match=r"`a.jsonl`, the line at byte 15"):
-        list(JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True, shuffle_seed=1).run())
+        JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True).parse_row(b'{"text": \n', "a.jsonl", "@15")
 
 
 # From every position --------------------------------------------------------------------------------------------
@@ -278,55 +278,21 @@ def test_the_rest_is_the_same_after_a_stop_after_each_document_and_shards_are_th
         assert sorted(texts) == sorted(document.text for document in whole)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("done", "count"), [(3500, 3), (0, 1), (1499, 1), (3999, 3)])
-def test_of_a_large_shuffled_row_group_few_rows_are_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int, count: int
-) -> None:
-    table = pa.table({"text": [f"text {i}" for i in range(4000)]})
-    pq.write_table(table, tmp_path / "a.parquet")
-
-    def documents(state: Any = None) -> list[Any]:
-        one = ParquetReader(tmp_path.as_posix(), shuffle_seed=1)
-        if state is not None:
-            one.load_state_dict(state)
-        return list(one.shard(0, count))
-
-    whole, held, pick = documents(), [], ParquetReader._pick
-    assert len({document.text for document in whole}) == 4000 if count == 1 else len(whole) > 1000
-
-    def spied(*arguments: Any) -> Any:
-        found = pick(*arguments)
-        held.append(found[0].num_rows)
-        return found
-
-    monkeypatch.setattr(ParquetReader, "_pick", spied)
-    monkeypatch.setattr(tables, "_HELD_BYTES", 1)
-    assert plain(documents()) == plain(whole)
-    assert max(held) <= 1000
-    assert sum(held) == len(whole)
-    held.clear()
-    done = done * len(whole) // 4000
-    assert plain(documents(state_of(whole[done]))) == plain(whole[done + 1 :])
-    assert sum(held) == len(whole) - done - 1
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_shuffling_depends_on_the_seed_alone_and_loses_nothing(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jsonl, "_BLOCK", 128)
+def test_shuffling_depends_on_the_seed_alone_and_loses_nothing(tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
-    in_order = [document.text for document in reader(tmp_path.as_posix(), kind).run()]
-    orders = []
-    for seed in (1, 1, 2):
-        documents = list(reader(tmp_path.as_posix(), kind, shuffle_seed=seed).run())
-        assert sorted(document.text for document in documents) == sorted(in_order)
-        ids = [document.id for document in documents if "@" in str(document.id)]
-        assert len(set(ids)) == len(ids)
-        orders.append([document.text for document in documents])
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[0] != in_order
+
+    def order(**options: Any) -> dict[str, list[Any]]:
+        """The documents of each file, in the order of the files."""
+        files: dict[str, list[Any]] = {}
+        for document in reader(tmp_path.as_posix(), kind, **options).run():
+            files.setdefault(document.metadata["file_path"], []).append(document.text)
+        return files
+
+    orders = [order(shuffle_seed=seed) for seed in (1, 1, 2, 3)]
+    assert all(found == order() for found in orders), "rows keep their order within a file"
+    assert list(orders[0]) == list(orders[1])
+    assert len({tuple(found) for found in orders}) > 1
 
 
 def test_files_that_are_added_move_no_other_file_of_a_shuffled_input(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack, merge
 from datatrove_ckpt.torch.order import Round, Topology
@@ -36,7 +37,6 @@ def mix(folder: Path) -> Mix:
 
 SOURCES: dict[str, Callable[[Path], Any]] = {
     "JsonlReader": reader,
-    "JsonlReader, shuffled": lambda folder: reader(folder, shuffle_seed=1),
     "Mix": mix,
     "Pack": lambda folder: Pack(Rows([{"input_ids": np.arange(n)} for n in range(1, 9)]), 4),
 }
@@ -75,6 +75,16 @@ def test_a_saved_position_is_continued(name: str, tmp_path: Path) -> None:
     source = SOURCES[name](tmp_path)
     source.load_state_dict(then["state"])
     assert list(samples(source)) == then["rest"] != []
+
+
+def test_a_position_in_shuffled_rows_is_refused(tmp_path: Path) -> None:
+    """Earlier releases shuffled the rows of each file."""
+    (tmp_path / "input").mkdir()
+    source = reader(tmp_path, shuffle_seed=1)
+    source.load_state_dict(json.loads(STATES.read_bytes())["JsonlReader, shuffled"]["state"])
+    (tmp_path / "input" / "0.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(CheckpointMismatch, match="shuffled=None, now 'files'"):
+        list(source.run())
 
 
 def test_states_of_all_ranks_become_the_same_one() -> None:

@@ -272,7 +272,7 @@ def write_new(folder: Path, *names: str) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (lambda folder: (folder / "3.parquet").unlink(), r"the file '3\.parquet' is gone\. Restore it"),
-    "new": (lambda folder: write_new(folder, "4.parquet"), r"'4\.parquet' is new\. Take what is new out"),
+    "new": (lambda folder: write_new(folder, "4.parquet"), r"'4\.parquet' is new\. Take it out"),
     "resized": (lambda folder: write_new(folder, "2.parquet"), r"'2\.parquet' had \d+ bytes, and has"),
     "renamed": (
         lambda folder: (folder / "2.parquet").rename(folder / "2b.parquet"),

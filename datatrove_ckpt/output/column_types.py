@@ -1,0 +1,290 @@
+"""The column types of Parquet chunks: of all documents of a chunk, not of the first one; do the files load as one?
+
+datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the first document of
+each batch. So a column that is None at first and text later fails, and a column that comes later is left out without
+a word. Here a chunk's schema is the union of what all its documents hold: null with any type is that type, integers
+with floats are float64, dicts have the keys of all. ``arrow_types`` says which types can be united.
+
+A schema depends on nothing but the documents of its chunk. Chunks finish in any order and are written again after a
+kill, so a schema that also depended on other chunks would either depend on when they finished, or hold up every chunk
+behind a slow one. So what lets files load as one must hold for each chunk alone. Loaders (``pyarrow.dataset``,
+``datasets``) take the columns of the first file, and convert the others (measured, Arrow 26 and datasets 5.2):
+
+- A column without any value is written as text, also inside lists and dicts. With Arrow's null type nothing but null
+  could follow it. Text without a value converts to numbers, dates, booleans and bytes. In a first file it makes texts
+  of the numbers, dates and booleans of later ones, and does not load with bytes.
+- A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
+- A first file that lacks a column or a key, has integers where a later one has floats, or no value where a later one
+  has anything but text, cannot be known to be wrong when it is written. Only a ``schema`` given to the writer helps. It
+  is obeyed as it is. Such a chunk is warned about when it is written, and ``verify --full`` names both files.
+- Types that cannot be united at all, such as text and integers, stop the rank before the second of them is published.
+
+A field that was written as text because it had no value is marked in its metadata, to tell it from text.
+
+In the common case all chunks have one schema. So a chunk is first written with that of the chunk before, while its
+own is found out, and once more only if they differ: the second of two passes over the journal, in memory one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.formatting import safe_repr, safe_text
+from datatrove_ckpt.output.arrow_types import NotUnited, Row, Schema, type_of, unite
+from datatrove_ckpt.output.formats import PARQUET
+from datatrove_ckpt.output.given_schema import check_rows
+
+_EMPTY_DICT = "_"
+_NO_VALUE = {b"datatrove_ckpt": b"no value"}
+
+
+def infers_schema(writer: DiskWriter) -> bool:
+    """Whether the writer finds out the schema from the documents, as datatrove's ParquetWriter does."""
+    return PARQUET.is_written_by(writer) and writer.schema is None
+
+
+class ColumnTypes:
+    """Collects the types of rows.
+
+    Args:
+        guess: the schema that the rows may have.
+
+    Attributes:
+        types: of each column.
+    """
+
+    def __init__(self, guess: Schema | None = None) -> None:
+        self.types: dict[str, Any] = {}
+        self._guess = raw_types(guess or ())
+
+    def add(self, rows: list[Row]) -> None:
+        """Raises NotUnited for rows that the guess does not hold, or what ``type_of`` raises."""
+        for name in dict.fromkeys(name for row in rows for name in row):
+            kind = unite(self.types.get(name), type_of([row.get(name) for row in rows], name), name)
+            self.types[name] = kind
+            guess = self._guess.get(name)
+            if self._guess and unite(guess, kind, name) != guess:
+                raise NotUnited(name, guess, kind)
+
+    def schema(self) -> Schema:
+        """The schema of all rows that were added."""
+        import pyarrow as pa
+
+        return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
+
+
+def _writable(field: Any) -> Any:
+    """The field with text where there is no value, and a key in a dict that has none: Parquet has no such dicts."""
+    import pyarrow as pa
+
+    kind = field.type
+    if pa.types.is_null(kind):
+        return pa.field(field.name, pa.string(), metadata=_NO_VALUE)
+    if pa.types.is_struct(kind):
+        fields = [_writable(inner) for inner in kind] or [pa.field(_EMPTY_DICT, pa.string(), metadata=_NO_VALUE)]
+        return pa.field(field.name, pa.struct(fields))
+    if pa.types.is_list(kind):
+        return pa.field(field.name, pa.list_(_writable(kind.value_field)))
+    return field
+
+
+def raw_type(field: Any) -> Any:
+    """The type from which ``_writable`` made the field."""
+    import pyarrow as pa
+
+    kind = field.type
+    if (field.metadata or {}).get(b"datatrove_ckpt"):
+        return pa.null()
+    if pa.types.is_struct(kind):
+        fields = [(inner.name, raw_type(inner)) for inner in kind]
+        if fields == [(_EMPTY_DICT, pa.null())]:
+            return pa.struct([])
+        return pa.struct(fields)
+    if pa.types.is_list(kind):
+        return pa.list_(raw_type(kind.value_field))
+    return kind
+
+
+def raw_types(schema: Schema) -> dict[str, Any]:
+    """The type of each column of a file, with Arrow's null type where it has no value."""
+    return {field.name: raw_type(field) for field in schema}
+
+
+def name_culprit(
+    writer: DiskWriter, documents: Iterable[Finished], decode: Callable[[bytes], Document], known: dict[str, Any]
+) -> str | None:
+    """Which document cannot be written, and why, found row by row. None: every row alone can.
+
+    Args:
+        documents: it is read twice.
+        known: the types that the chunks before have, if the writer has no schema.
+    """
+
+    def find(check: Callable[[Row], object], where: str) -> str | None:
+        for finished in documents:
+            document = decode(finished.document)
+            name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this rank)"
+            row = writer.adapter(document)
+            try:
+                check(row)
+            except NotUnited as error:
+                return f"{name}: column {error.column!r} is {error.new} there, and {error.old} in {where}"
+            except Exception as error:
+                return f"{name}: {safe_text(error)}"
+        return None
+
+    if writer.schema is not None:
+        return find(lambda row: check_rows([row], writer.schema), "the writer's schema")
+    types = ColumnTypes()
+    types.types = dict(known)
+    culprit = find(lambda row: types.add([row]), "it or one before it")
+    if culprit is not None:
+        return culprit
+    schema = types.schema()
+    return find(lambda row: check_rows([row], schema), "all documents together")
+
+
+def read_schema(folder: DataFolder, path: str) -> Schema | None:
+    """The schema of a Parquet file; None if it has none that can be read, or pyarrow is not installed."""
+    try:
+        import pyarrow.parquet as pq
+
+        with folder.open(path, "rb") as file:
+            return pq.ParquetFile(file).schema_arrow
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+SCHEMA_ADVICE = (
+    "Give ParquetWriter a schema, or an adapter that sets one type (a new adapter needs accept_changes=True)"
+)
+"""What to do about column types."""
+OWN_SCHEMA_ADVICE = "Correct that column in the schema that ParquetWriter was given, or add it"
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A column by which a file does not fit after a first one.
+
+    Attributes:
+        column: a path as in ``metadata.scores[]``.
+        first: its type in the first file, ``missing`` or ``without a value``.
+        later: its type in the later file, or ``without a value``.
+    """
+
+    column: str
+    first: str
+    later: str
+
+
+def warning(found: list[Misfit], chunk_index: int) -> str:
+    """What to tell the user of a rank, whose chunk this is."""
+    columns = "; ".join(
+        f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one" for one in found
+    )
+    return (
+        f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file, so the dataset may not "
+        f"load as one, or values load as texts that are none. {SCHEMA_ADVICE}."
+    )
+
+
+def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
+    """Why a file does not load after another one, or not as what it is. ``inside``: a struct's column, a dot."""
+    known = {field.name: field for field in first}
+    found: list[Misfit] = []
+    for field in later:
+        if field.name in known:
+            found += _misfits(known[field.name], field, f"{inside}{field.name}")
+        else:
+            found.append(Misfit(f"{inside}{field.name}", "missing", str(field.type)))
+    return found
+
+
+def _misfits(first: Any, later: Any, column: str) -> Iterator[Misfit]:
+    import pyarrow as pa
+
+    old = first.type
+    new = later.type
+    if pa.types.is_null(new):
+        return
+    no_value = "without a value"
+    if pa.types.is_null(raw_type(later)):
+        if not _takes_empty_text(old):
+            yield Misfit(column, str(old), no_value)
+    elif pa.types.is_null(raw_type(first)):
+        if not (pa.types.is_string(new) or pa.types.is_large_string(new)):
+            yield Misfit(column, no_value, str(new))
+    elif pa.types.is_struct(old) and pa.types.is_struct(new):
+        yield from misfits(old, new, f"{column}.")
+    elif pa.types.is_list(old) and pa.types.is_list(new):
+        yield from _misfits(old.value_field, new.value_field, f"{column}[]")
+    elif not _takes(old, new, column):
+        yield Misfit(column, str(old), str(new))
+
+
+def _takes(old: Any, new: Any, column: str) -> bool:
+    import pyarrow as pa
+
+    if old.equals(new):
+        return True
+    try:
+        both = unite(old, new, column)
+    except NotUnited:
+        return False
+    # Another time zone is only another way to show the same time.
+    return bool(both.equals(old) or (pa.types.is_timestamp(old) and both.unit == old.unit))
+
+
+def _takes_empty_text(kind: Any) -> bool:
+    """Whether a loader converts a column of text without any value to the type. Not to a time of day, for example."""
+    import pyarrow as pa
+
+    try:
+        pa.nulls(1, pa.string()).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        return False
+    return not pa.types.is_nested(kind)
+
+
+class RankColumns:
+    """The types of the chunks of one rank: a guess for the next one, and whether it fits the others."""
+
+    def __init__(self) -> None:
+        self.guess: Schema | None = None
+        self.known: dict[str, Any] = {}
+        self._first: tuple[int, Schema] | None = None
+        self._warned: set[str] = set()
+
+    def start(self, chunk_index: int, schema: Schema) -> None:
+        """``schema``: of the first file that earlier attempts committed."""
+        self._first = (chunk_index, schema)
+        self.known = raw_types(schema)
+
+    def add(self, chunk_index: int, schema: Schema) -> list[Misfit]:
+        """Adds a chunk. Returns why it and the first chunk do not load as one, once for each column.
+
+        Raises:
+            NotUnited: it can never be one dataset with the chunks before.
+        """
+        # A new dict: who names the culprit of this chunk needs the types of those before.
+        raw = raw_types(schema).items()
+        self.known = self.known | {name: unite(self.known.get(name), kind, name) for name, kind in raw}
+        self.guess = schema
+        if self._first is None:
+            self._first = (chunk_index, schema)
+        first_index, first = self._first
+        if chunk_index < first_index:
+            self._first = (chunk_index, schema)
+            found = misfits(schema, first)
+        else:
+            found = misfits(first, schema)
+        new = [misfit for misfit in found if misfit.column not in self._warned]
+        self._warned.update(misfit.column for misfit in new)
+        return new

@@ -1,0 +1,262 @@
+"""Which files of a template lie in an output folder, and how large they are: one listing, however many there are.
+
+Locally only the folders are read in which a file of the template may be. On object stores that can list by prefix
+(s3fs, gcsfs, adlfs), only the names of one rank are listed, 1000 per request. The hub is asked afresh each time, for
+the folder that all names of the template have in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import posixpath
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import xxhash
+from datatrove.io import DataFolder
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
+from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
+from datatrove_ckpt.output.hub_access import private_if_made
+from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
+from datatrove_ckpt.retrying import failure_line, file_system_call
+
+_BLOCK = 1 << 20
+_NUMBER = "000_"  # in front of the first file of a writer with max_file_size
+
+
+@dataclass
+class FoundFiles:
+    """What lies in an output folder.
+
+    Attributes:
+        sizes: in bytes, by path; None: the store tells no size.
+        touched: committed files with another stamp than their commit names.
+        altered: committed files with another content than their commit names.
+        by_rank: the files that the template may have named, and no commit names, each with the folder of its retry
+            ("": of no retry).
+        hub_files: what the hub tells of the files; empty elsewhere.
+    """
+
+    sizes: dict[str, int | None] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    altered: set[str] = field(default_factory=set)
+    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+    hub_files: dict[str, HubFile] = field(default_factory=dict)
+
+    def show(self, files: Mapping[str, HubFile]) -> None:
+        """Adds what a later look at the hub has found."""
+        self.hub_files |= files
+        self.sizes |= {name: file.size for name, file in files.items()}
+
+    def note(self, name: str, size: int | None, stamp: int, file: OutputFile | None) -> None:
+        """Adds a file. ``file``: what a commit says of it; None: no commit names it."""
+        if file is not None:
+            name = file.path  # no second copy of a million names
+            if file.stamp not in (0, stamp) and file.size == size:
+                self.touched.add(plain(name))
+        self.sizes[name] = size
+
+    def size(self, file: OutputFile) -> int | None:
+        return self.sizes.get(plain(file.path))
+
+    def is_right(self, file: OutputFile) -> bool:
+        name = plain(file.path)
+        if name in self.altered:
+            return False
+        if name in self.hub_files:
+            return self.hub_files[name].holds(file.size, file.hub_hash)
+        return name in self.sizes and self.sizes[name] in (file.size, None)
+
+
+def list_output(
+    writer: DiskWriter, committed: Mapping[str, OutputFile], rank: int | None = None, others: bool = True
+) -> FoundFiles:
+    """Lists an output folder.
+
+    It finds every file that exists among ``committed``, and every other one that the template may have named. It may
+    find more.
+
+    Args:
+        committed: by their plain paths.
+        rank: only look for other files of this rank.
+        others: look for other files at all. Without them the hub needs one request for 500 names.
+
+    Raises:
+        OSError: the folder cannot be read. One that does not exist holds no files.
+    """
+    folder = writer.output_folder
+    head, everywhere = _head(writer.output_filename, rank)
+    if folder.is_local():
+        return _list_local(Path(folder.resolve_paths("")), head, everywhere, committed)
+    hub = HubFolder.of(folder)
+    if hub is None:
+        return _list_remote(folder, head, writer.max_file_size > 0, committed)
+    try:
+        return _list_hub(hub, posixpath.dirname(head), committed, others)
+    except OSError as error:
+        if committed or private_if_made(writer) is None or not is_missing_repository(error):
+            raise
+        return FoundFiles()  # a run makes it
+
+
+def _list_local(root: Path, head: str, everywhere: bool, committed: Mapping[str, OutputFile]) -> FoundFiles:
+    found = FoundFiles()
+    for name, status in _scan(root, head, everywhere):
+        found.note(name, status.st_size, local_stamp(status), committed.get(name))
+    for name, status in _look_at(root, [name for name in committed if name not in found.sizes]):
+        found.note(name, status.st_size, local_stamp(status), committed[name])
+    return found
+
+
+def _list_hub(hub: HubFolder, base: str, committed: Mapping[str, OutputFile], others: bool) -> FoundFiles:
+    """Lists the part of the folder where files of the template may be, and committed files elsewhere."""
+    found = FoundFiles()
+    files = found.hub_files
+    with file_system_call():
+        if others:
+            for name, file in hub.below(base).files().items():
+                files[posixpath.join(base, name)] = file
+        files |= hub.look_up([name for name in committed if name not in files])
+    for name, file in files.items():
+        found.note(name, file.size, file.stamp, committed.get(name))
+    return found
+
+
+def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Mapping[str, OutputFile]) -> FoundFiles:
+    try:
+        with file_system_call():
+            folder.invalidate_cache()
+            remote = _find(folder, head, numbered)
+            # Files that an earlier template named, or those with a number other than the first.
+            if any(name not in remote and not name.startswith(head) for name in committed):
+                remote |= _find(folder, "", numbered=False)
+            return _noted(remote, committed)
+    except PermissionError as error:
+        logger.warning(
+            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
+            "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
+        )
+        with file_system_call():
+            return _noted(dict(_look_up(folder, committed)), committed)
+
+
+def _noted(infos: Mapping[str, Mapping[str, Any]], committed: Mapping[str, OutputFile]) -> FoundFiles:
+    found = FoundFiles()
+    for name, info in infos.items():
+        found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
+    return found
+
+
+# What a file system calls a value that changes with a file, the surest first.
+_TAGS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
+
+
+def remote_stamp(info: Mapping[str, Any]) -> int:
+    """The stamp of a file, see ``OutputFile``, from what fsspec tells of it."""
+    return stamp_of(next((str(info[tag]) for tag in _TAGS if info.get(tag)), ""))
+
+
+def local_stamp(status: os.stat_result) -> int:
+    """The stamp of a file on a disk."""
+    return stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")
+
+
+def content_hash(folder: DataFolder, path: str) -> str:
+    """The xxh128 of a file's content.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    hub = HubFolder.of(folder)
+    if hub is None or hub.is_bucket:
+        with folder.open(path, "rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    content = xxhash.xxh3_128()
+    for block in hub.blocks(path, _BLOCK):
+        content.update(block)
+    return str(content.hexdigest())
+
+
+def _head(template: Template, rank: int | None) -> tuple[str, bool]:
+    """What all names start with, and whether the folders below that are part of the names, too."""
+    mark = "\0"
+    values = dict.fromkeys(template.get_identifiers(), mark)
+    if rank is not None:
+        values["rank"] = f"{rank:05d}"
+    head, _, rest = template.substitute(values).partition(mark)
+    base = posixpath.dirname(head)
+    if base:
+        head = f"{plain(base)}/{posixpath.basename(head)}"
+    return head, "/" in rest or bool(fields_of_documents(template))
+
+
+def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """The files whose names start with ``head``, perhaps after a number, as writers with max_file_size give it.
+
+    Only these are looked at: a folder that all ranks share may hold a million files, and to look at one may take a
+    request to a file server.
+    """
+    base, start = posixpath.split(head)
+    may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match
+    waiting = [base]
+    while waiting:
+        name = waiting.pop()
+        try:
+            found = os.scandir(root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError:
+            if name == base:
+                raise
+            continue  # not a folder of ours
+        with found:
+            for entry in found:  # not a list of them: a million take 200 MB
+                path = posixpath.join(name, entry.name)
+                if name == base and not may_be_ours(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    if everywhere and path != STAGING:
+                        waiting.append(path)
+                elif entry.is_file():
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        yield path, entry.stat()
+
+
+def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """Names that the scan has not met: behind a symbolic link, or of an earlier template."""
+    for name in names:
+        try:
+            yield name, (root / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+
+
+def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name in names:
+        # To whom may not list, S3 does not tell a missing file from a forbidden one.
+        with suppress(FileNotFoundError, PermissionError):
+            yield plain(name), folder.info(name)
+
+
+def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, Mapping[str, Any]]:
+    base, start = posixpath.split(head)
+    find = getattr(folder.fs, "_find", folder.fs.find)
+    options = {}
+    if start and "prefix" in inspect.signature(find).parameters:
+        options["prefix"] = _NUMBER + start if numbered else start
+    try:
+        listed = folder.find(base, detail=True, **options)
+    except FileNotFoundError:
+        return {}
+    return {path: info for path, info in listed.items() if info["type"] != "directory"}

@@ -1,0 +1,89 @@
+"""Removes output files; from a repository on the hub many in one commit, because commits are few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_uploads import HubReads
+from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.retrying import failure_line, file_system_call
+
+_MOST_REMOVED = 1000  # files in a commit: without content, it takes more than of new ones
+
+
+def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
+    """Removes those of the files that exist.
+
+    Raises:
+        OutputFailed, StorageFailed: they could not be removed.
+    """
+    hub = HubFolder.of(folder)
+    if hub is not None:
+        _remove_from_hub(hub, names)
+        return
+    for name in names:
+        remove_file(folder, name)
+    if folder.is_local():
+        sync_parents(Path(folder.resolve_paths("")), names)
+
+
+def remove_file(folder: DataFolder, name: str) -> None:
+    """Removes a file that is not on the hub, if it exists.
+
+    Raises:
+        OutputFailed, StorageFailed: it could not be removed.
+    """
+    if folder.is_local():
+        files.disk.remove(Path(folder.resolve_paths(name)))
+        return
+    try:
+        with file_system_call():
+            folder.rm_file(name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        where = folder.resolve_paths(name)
+        raise OutputFailed(
+            f"{where} could not be removed: {failure_line(error)}. Run the same command again."
+        ) from error
+
+
+def sync_parents(root: Path, names: Iterable[str]) -> None:
+    """Returns when the names below a folder, and that they are gone, survive a power loss."""
+    for folder in {(root / name).parent for name in names}:
+        if folder.is_dir():
+            files.disk.sync_dir(folder)
+
+
+def _remove_from_hub(hub: HubFolder, names: Sequence[str]) -> None:
+    """Removes those of the files that exist: many in one commit. Waits for a hub that refuses for now.
+
+    Raises:
+        OutputFailed: they could not be removed.
+    """
+    reads = HubReads(hub, StoppableCalls())
+    for start in range(0, len(names), _MOST_REMOVED):
+        part = names[start : start + _MOST_REMOVED]
+        # Again before each attempt: the hub refuses to remove what is not there, and an answer may have got lost.
+        reads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
+
+
+def _remove(hub: HubFolder, names: Sequence[str]) -> None:
+    from huggingface_hub import CommitOperationDelete
+
+    there = [hub.full_name(name) for name in hub.look_up(names)]
+    if not there:
+        return
+    if hub.is_bucket:
+        hub.api().batch_bucket_files(hub.repo, delete=there)
+        return
+    message = f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair"
+    hub.commit([CommitOperationDelete(path) for path in there], message)

@@ -1,0 +1,70 @@
+"""What a runner refuses of a writer, before anything runs."""
+
+from __future__ import annotations
+
+import re
+
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.output.file_managers import missing_codec
+from datatrove_ckpt.redaction import check_no_secrets, refuse_variables
+
+
+def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
+    """Refuses, when a runner is constructed, a writer that would later lose data or reveal a secret.
+
+    Raises:
+        ConfigError: no ``${chunk_index}`` in the template, a secret among the
+            output folder's storage options, a variable in its path, or a compression whose package is not
+            installed.
+    """
+    template = getattr(getattr(writer, "output_filename", None), "template", None)
+    if template is None:
+        raise ConfigError(f"output_writer: {type(writer).__name__} is not a DiskWriter (it has no output_filename).")
+    check_no_secrets(writer.output_folder, "output_writer")
+    refuse_variables("output_writer: output_folder", writer.output_folder.path)
+    compression = writer.output_mg.compression
+    advice = missing_codec(compression, template)
+    if advice:
+        raise ConfigError(f"output_writer: compression: {advice}")
+    ending = re.search(r"\.(gz|zst|bz2|xz|zip)$", template)
+    if compression is None and ending:
+        raise ConfigError(
+            f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression is null: readers would "
+            "take the files for damaged ones. Set compression to infer, or remove the ending."
+        )
+    if not writer.output_filename.is_valid():
+        raise ConfigError(f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write $$.")
+    if checkpoints and not _template_uses(writer, "chunk_index"):
+        raise ConfigError(
+            f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "
+            f"${{chunk_index}}. Example: '{_example(template)}'."
+        )
+
+
+def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
+    """Refuses a writer by which several tasks would write one file.
+
+    Raises:
+        ConfigError: no ``${rank}`` in the template of a writer used by several tasks.
+    """
+    if world_size > 1 and not _template_uses(writer, "rank"):
+        template = writer.output_filename.template
+        raise ConfigError(
+            f"output_writer: {world_size} tasks would write the same files, so output_filename {template!r} needs "
+            f"${{rank}}. Example: '{_example(template)}'."
+        )
+
+
+def _example(template: str) -> str:
+    """A template that works, with the ending of this one."""
+    _, _, end = template.rpartition("/")[2].rpartition("}")
+    endings = re.findall(r"(?:\.\w+)+$", end)
+    return "${rank}_chunk_${chunk_index}" + "".join(endings)
+
+
+def _template_uses(writer: DiskWriter, name: str) -> bool:
+    """Whether the writer's filename template contains the placeholder."""
+    template = writer.output_filename
+    return bool(template.safe_substitute({name: "0"}) != template.safe_substitute({name: "1"}))

@@ -1,0 +1,155 @@
+"""Explains an input that has content but no document: what its first row looks like, and which setting to change.
+
+Used when nothing was found, so the file is opened once more and as little as possible is assumed about it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import orjson
+from datatrove.io import DataFolder
+from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
+from fsspec.spec import AbstractBufferedFile
+
+from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers.compressed import codec_of, decompressed
+
+if TYPE_CHECKING:
+    from datatrove.pipeline.readers.base import BaseDiskReader
+
+
+MAX_LINE_BYTES = 2**28
+"""Of a line of JSONL, or a field of CSV. A file of zeros that was compressed is one line, a thousand times as large."""
+# Python's own limit, which holds for the whole process, is 128 kB.
+csv.field_size_limit(MAX_LINE_BYTES)
+_BLOCK = 2**16
+_SHOWN_CHARACTERS = 60
+_SHOWN_KEYS = 20
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+_SUFFIXES = {"gzip": ".gz", "zstd": ".zst", "bz2": ".bz2", "xz": ".xz", "zip": ".zip"}
+_ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file out of the folder."
+_RUN_AGAIN = "Correct that, and run the same command again."
+
+
+class NoDocument(InputError):
+    """No row of a file is a document, and its content tells why."""
+
+
+def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bool) -> None:
+    """For a reader that found no document at all, and a file of its input that is not empty.
+
+    A file without rows is accepted, and so is one whose rows have an empty text: nothing is wrong with the settings.
+
+    Args:
+        damaged: one of its lines was no JSON object.
+
+    Raises:
+        NoDocument: always, but for such a file.
+    """
+    folder = reader.data_folder.path
+    text = explain(reader, name, damaged)
+    if text:
+        raise NoDocument(f"This task's input holds no document, although {name!r} in {folder} is not empty. {text}")
+
+
+def read_line(file: Any, size: int = MAX_LINE_BYTES) -> bytes:
+    """The next line of a file, or its first ``size`` bytes."""
+    if isinstance(file, AbstractBufferedFile):  # fsspec's readline takes no size
+        return bytes(file.readline())
+    return bytes(file.readline(size))
+
+
+def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
+    """For a file with a line that is, or begins, a JSON array of objects.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(f"The input file {name!r} in {reader.data_folder.path} holds a JSON array. {_ARRAY_ADVICE}")
+
+
+def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
+    """What a file that gave no document looks like, and what to do; "" if its rows have no text, or if it has none.
+
+    Args:
+        damaged: one of its lines was no JSON object.
+    """
+    folder: DataFolder = reader.data_folder
+    with folder.open(name, "rb", compression=None) as file:
+        magic = file.read(6)
+        file.seek(0)
+        if magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):  # the last one: a stream of Arrow
+            table = "Arrow"
+            use = IpcReader
+            if magic.startswith(b"PAR1"):
+                table = "Parquet"
+                use = ParquetReader
+            if isinstance(reader, use):
+                return _explain_row(reader, _first_table_row(file, magic), damaged)
+            return f"This is a file in the format {table}: use {use.__name__}, or move the file out of the folder."
+        codec = codec_of(name, getattr(reader, "compression", "infer"))
+        if codec is not None and magic:
+            return _explain_text(io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader, damaged)
+        found = next((found for start, found in _MAGIC.items() if magic.startswith(start)), None)
+        if found is None:
+            return _explain_text(file, reader, damaged)
+        return (
+            f"It is compressed with {found}, and was read without decompressing it: its name should end in "
+            f"{_SUFFIXES[found]}, or set compression. {_RUN_AGAIN}"
+        )
+
+
+def _explain_row(reader: BaseDiskReader, row: dict[str, Any] | None, damaged: bool) -> str:
+    if row is None:
+        return ""
+    keys = ", ".join(map(repr, list(row)[:_SHOWN_KEYS]))
+    if reader.adapter != reader._default_adapter:
+        return f"The adapter found no text in any row. The first row has the keys {keys}. {_RUN_AGAIN}"
+    if not damaged and reader.text_key in row and not row[reader.text_key]:
+        return ""
+    return f"No row has a text under text_key={reader.text_key!r}. The first row has the keys {keys}. {_RUN_AGAIN}"
+
+
+def _explain_text(file: Any, reader: BaseDiskReader, damaged: bool) -> str:
+    if isinstance(reader, CSVReader):
+        lines = codecs.iterdecode(file, "utf-8", "replace")
+        return _explain_row(reader, next(csv.DictReader(lines), None), damaged)
+    while line := read_line(file, _BLOCK):
+        line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            break
+    with suppress(orjson.JSONDecodeError):
+        row = orjson.loads(line)
+        if isinstance(row, dict):
+            return _explain_row(reader, row, damaged)
+    text = line.decode(errors="replace").strip()
+    advice = f"Write a format that {type(reader).__name__} reads, choose another reader, or move the file elsewhere."
+    if text.startswith("["):
+        advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"
+    if "\ufffd" in text:
+        advice = "It is not UTF-8: save it as UTF-8 (iconv -t utf-8), or move it elsewhere."
+    return text and f"It begins with {text[:_SHOWN_CHARACTERS]!r}. {advice}"
+
+
+def _first_table_row(file: Any, magic: bytes) -> dict[str, Any] | None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    batches: Any
+    if magic.startswith(b"PAR1"):
+        batches = pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=1)
+    elif magic.startswith(b"\xff"):
+        batches = pa.ipc.open_stream(file)
+    else:
+        table = pa.ipc.open_file(file)
+        batches = (table.get_batch(number) for number in range(table.num_record_batches))
+    for batch in batches:
+        if batch.num_rows:
+            row: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
+            return row
+    return None

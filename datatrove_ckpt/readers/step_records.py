@@ -1,0 +1,101 @@
+"""Describes the steps before a runner, so that a finished rank can tell that it read its input through other steps.
+
+A false alarm would refuse a good run, so only what cannot change by itself is described. A step is named by its
+package and class. Settings are kept of steps that hold no state, and only plain values. A reader is named by what it
+is, because its options and files are recorded elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers.base import BaseDiskReader
+from xxhash import xxh3_64_hexdigest
+
+from datatrove_ckpt.redaction import secrets_among
+
+STATELESS_PACKAGES = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
+"""Packages of datatrove whose steps look at one document at a time."""
+
+_DOCUMENTS = "documents"
+_NO_SETTINGS = {"name", "type", "stats"}
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass
+class StepRecord:
+    """One step: package and class; "reader"; the name of a function; or "documents" for a list of documents."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def describe_pipeline(steps: Sequence[object], code_of: Callable[[object], dict[str, str]]) -> list[StepRecord]:
+    """For the steps before a runner, as the executor has them. Each has a name, and the user's have their code.
+
+    The package of a function is left out, because a script that is imported has another one, and so are the functions
+    in which it is defined.
+
+    Args:
+        code_of: gives hashes of the code of a function or class, by name; none for those of packages.
+    """
+    return [_describe_listed(step, code_of) for step in steps]
+
+
+def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) -> StepRecord:
+    while isinstance(step, functools.partial):
+        step = step.func
+    if not isinstance(step, PipelineStep) and not callable(step):
+        return StepRecord(_DOCUMENTS)
+    described: Any = step if hasattr(step, "__qualname__") else type(step)
+    code = code_of(described)
+    if isinstance(step, BaseDiskReader):
+        return StepRecord("reader", code)
+    if not isinstance(step, PipelineStep):
+        return StepRecord(described.__qualname__.rpartition("<locals>.")[2], code)
+    cls = type(step)
+    # The package alone: a module may move from one release to the next.
+    package = cls.__module__.partition(".")[0]
+    settings = {}
+    if cls.__module__.startswith(STATELESS_PACKAGES):
+        own = {name: value for name, value in vars(step).items() if name not in _NO_SETTINGS}
+        settings = plain_settings(own)
+    return StepRecord(f"{package}.{cls.__qualname__}", settings | code)
+
+
+def plain_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The values that JSON can express, without secrets. A long value is replaced by its hash."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name.startswith("_") or any(True for _ in secrets_among(name, value)):
+            continue
+        try:
+            data = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_SORT_KEYS)
+        except orjson.JSONEncodeError:
+            continue
+        if len(data) <= _SHOWN_CHARACTERS:
+            found[name] = orjson.loads(data)
+        else:
+            found[name] = f"<{len(data)} bytes, hash {xxh3_64_hexdigest(data)}>"
+    return found
+
+
+def differences(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> list[str]:
+    """What differs, step by step; empty if nothing does. Settings that only one of both has are not compared."""
+    if [step.name for step in then] != [step.name for step in now]:
+        return [f"then: {_names(then)}", f"now: {_names(now)}"]
+    return [
+        f"{old.name}, {key}: {value!r} -> {new.settings[key]!r}"
+        for old, new in zip(then, now, strict=True)
+        for key, value in old.settings.items()
+        if key in new.settings and new.settings[key] != value
+    ]
+
+
+def _names(steps: Sequence[StepRecord]) -> str:
+    return " -> ".join(step.name for step in steps) or "none"

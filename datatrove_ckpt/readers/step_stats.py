@@ -1,0 +1,141 @@
+"""The stats of the steps before the runner, over all attempts of a rank.
+
+After a resume that seeks, these steps see only the remaining documents. So a saved position holds what their stats were
+right after its document, and the next attempt adds that to its own in the end. After a resume that counts, they see all
+documents again, and there is nothing to add.
+
+What was counted after the last document of the input belongs to no later position. So the last position holds the stats
+at the end of the input, and says so: an attempt that finds no document after it adds nothing of its own.
+
+A retry of dead letters does not run these steps. ``shard.json`` keeps for it what they counted in the rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.lines import read_shard
+from datatrove_ckpt.readers.pipeline import steps_before
+from datatrove_ckpt.readers.positions import State
+
+STATS = "stats"
+"""Where a position holds them. Readers do not look at it."""
+
+
+class StepStats:
+    """The steps that make these documents, with stats that begin at zero. Made before the first document is read.
+
+    datatrove runs several ranks with one step object (``tasks_per_job``), and would count the ranks together.
+    """
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        steps = [step for step, _, _ in steps_before(documents) if isinstance(getattr(step, "stats", None), Stats)]
+        self._steps: list[Any] = steps[::-1]
+        self._earlier = [MetricStatsDict() for _ in steps]
+        self._ended = False
+        self._known = True
+        for step in self._steps:
+            step.stats = Stats(step.stats.name)
+
+    def resume(self, state: State) -> None:
+        """This attempt resumed at the position ``state`` by seeking."""
+        if not self._take(state) and self._steps:
+            logger.warning(
+                "The stats of the steps before InferenceRunner count this attempt only: an earlier release, or another "
+                "pipeline, has saved the position where it resumed."
+            )
+
+    def restore(self, shard: Path) -> None:
+        """Gives the steps what they counted when the rank read its input, from its ``shard.json``."""
+        if not self._take(read_shard(shard)) and self._steps:
+            logger.warning(
+                "The stats of the steps before InferenceRunner are empty: an earlier release, or another pipeline, has "
+                "finished this rank, and a retry of dead letters does not run them."
+            )
+        self.finish(0)
+
+    def _take(self, state: State) -> bool:
+        saved = state.get(STATS)
+        self._known = saved is not None and [name for name, _ in saved["steps"]] == self._names()
+        if saved is not None and self._known:
+            self._earlier = [_from_json(metrics) for _, metrics in saved["steps"]]
+            self._ended = saved["ended"]
+        return self._known
+
+    def at_end(self, read: int) -> State:
+        """For ``shard.json``: what ``finish`` gives the steps. Empty if it is not known."""
+        if not self._known:
+            return {}
+        steps = zip(self._names(), self._totals(read), strict=True)
+        return {STATS: {"ended": True, "steps": [[name, _to_json(metrics)] for name, metrics in steps]}}
+
+    def saved(self, ended: bool = False) -> State | None:
+        """The stats of all attempts up to now, as plain JSON; None if they are not known.
+
+        Args:
+            ended: the input has ended.
+        """
+        if not self._known:
+            return None
+        metrics = [_to_json(_sum(*each)) for each in zip(self._earlier, self._now(), strict=True)]
+        return {"ended": ended, "steps": [list(each) for each in zip(self._names(), metrics, strict=True)]}
+
+    def finish(self, read: int) -> None:
+        """Gives the steps the stats of all attempts. The input has ended, after ``read`` documents of this attempt."""
+        for step, total in zip(self._steps, self._totals(read), strict=True):
+            step.stats.stats = total
+        self._earlier = [MetricStatsDict() for _ in self._steps]
+
+    def _totals(self, read: int) -> list[MetricStatsDict]:
+        later = self._now()
+        if self._ended and not read:
+            later = [MetricStatsDict() for _ in self._steps]
+        return [_sum(*each) for each in zip(self._earlier, later, strict=True)]
+
+    def _names(self) -> list[str]:
+        return [step.stats.name for step in self._steps]
+
+    def _now(self) -> list[MetricStatsDict]:
+        return [step.stats.stats for step in self._steps]
+
+
+def _sum(earlier: MetricStatsDict, later: MetricStatsDict) -> MetricStatsDict:
+    """Of each metric. Those of one side only stay as they are."""
+    if not earlier:
+        return later
+    both = dict(earlier)
+    for name, metric in list(later.items()):
+        if name in both:
+            metric = both[name] + metric
+        both[name] = metric
+    return MetricStatsDict(init=both)
+
+
+def _to_json(metrics: MetricStatsDict) -> State:
+    """Leaves out metrics of which a number is not finite, which JSON cannot hold."""
+    found = {}
+    for name, metric in list(metrics.items()):
+        numbers = (metric.total, metric.n, metric.mean, metric._running_variance, metric.min, metric.max)
+        if metric.n and all(map(math.isfinite, numbers)):
+            found[str(name)] = [*map(_plain, numbers), metric.unit]
+    return found
+
+
+def _plain(number: Any) -> float:
+    """Steps may count in NumPy's types."""
+    return int(number) if isinstance(number, Integral) else float(number)
+
+
+def _from_json(content: State) -> MetricStatsDict:
+    found = {}
+    for name, (total, n, mean, variance, low, high, unit) in content.items():
+        found[name] = MetricStats(total, n, mean, low, high, variance, unit)
+    return MetricStatsDict(init=found)

@@ -1,0 +1,66 @@
+"""Cuts a text so that the message it is filled into fits: after a line if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from datatrove_ckpt.rollouts.model_files import TokenCounter
+
+_LONG_TOKEN = 8  # characters; hardly a text has longer tokens on average
+
+
+def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) -> str:
+    """The text, cut so that ``fill(text)`` has at most ``limit`` characters.
+
+    Args:
+        fill: fills the template.
+        times: how often the text is in the template.
+    """
+    if len(fill(text)) <= limit:
+        return text
+    return _whole_lines(text, max(0, limit - len(fill(""))) // max(times, 1))
+
+
+def fits_for_sure(content: str, limit: int) -> bool:
+    """Whether the content has so few bytes that nobody needs to count its tokens. A token is at least one byte."""
+    return len(content) <= limit and (content.isascii() or len(content.encode("utf-8", "replace")) <= limit)
+
+
+def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int, counter: TokenCounter) -> str:
+    """The text, cut so that ``fill(text)`` has at most ``limit`` tokens."""
+    if not times or fits_for_sure(fill(text), limit):
+        return text
+    room = max(0, limit - counter.count(fill(""))) // times
+    end = _end_of(text, room, counter)
+    cut = text
+    if end < len(text):
+        cut = _whole_lines(text, end)
+    # A template's tokens and a text's tokens are not exactly those of the two together.
+    while cut:
+        excess = counter.count(fill(cut)) - limit
+        if excess <= 0:
+            return cut
+        starts = counter.starts(cut)
+        if not starts:
+            return ""
+        cut = _whole_lines(cut, starts[max(0, len(starts) - -(-excess // times))])
+    return cut
+
+
+def _end_of(text: str, room: int, counter: TokenCounter) -> int:
+    """Where the first ``room`` tokens of the text end. Looks at as much of a long text as it needs."""
+    size = _LONG_TOKEN * (room + 8)
+    while True:
+        starts = counter.starts(text[:size])
+        if len(starts) > room:
+            return starts[room]
+        if size >= len(text):
+            return len(text)
+        size *= 4
+
+
+def _whole_lines(text: str, end: int) -> str:
+    line = text.rfind("\n", 0, end + 1)
+    if line > 0:
+        return text[:line]
+    return text[:end]

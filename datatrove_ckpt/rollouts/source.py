@@ -1,0 +1,75 @@
+"""What a rollout makes its request from: the document's text or one of its columns, as a text or a list of messages."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import orjson
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.templates import lacks
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+
+class MessagesText(str):
+    """A list of messages as JSON, for the output. Further rollouts of the same document still find the list."""
+
+    messages: Messages
+
+    @classmethod
+    def of(cls, messages: Messages) -> MessagesText:
+        text = cls(orjson.dumps(messages, option=orjson.OPT_NON_STR_KEYS).decode())
+        text.messages = messages
+        return text
+
+
+def prompt_source(document: Document, column: str | None) -> str | Messages:
+    """The document's text, or the value of a metadata column: a text or a list of messages.
+
+    A list in ``document.text`` is written to the output as JSON, because the text of an output must be a text.
+
+    Raises:
+        ConfigError: the column is missing or null, or a list holds something else than messages.
+    """
+    if column is None:
+        text: object = document.text
+        if isinstance(text, list):
+            document.text = text = MessagesText.of(_checked(document, "text", text))
+        if isinstance(text, MessagesText):
+            return text.messages
+        return str(text)
+    if column not in document.metadata:
+        raise lacks(document, "prompt_column", column)
+    value = document.metadata[column]
+    if isinstance(value, list):
+        return _checked(document, column, value)
+    if value is None or isinstance(value, dict):
+        shown = "a mapping"
+        if value is None:
+            shown = "null"
+        raise ConfigError(
+            f"prompt_column: {column!r} of document {document.id!r} is {shown}, and neither a text nor a list of "
+            "messages. Filter such documents out before the InferenceRunner."
+        )
+    return str(value)
+
+
+def with_system(system_prompt: str | None, messages: Messages) -> Messages:
+    """The messages after the system message, unless they begin with one of their own."""
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _checked(document: Document, place: str, value: list[Any]) -> Messages:
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(
+                f"{place!r} of document {document.id!r} is a list, but item {number} is no message: messages have a "
+                "role and a content."
+            )
+    if not value:
+        raise ConfigError(f"{place!r} of document {document.id!r} is an empty list: there is no message to send.")
+    return value

@@ -23,7 +23,7 @@ wrong nevertheless is noticed when rows are read, see ``block_formats.changed``.
 
 One schema for all files of an input, whose columns may have other types in each.
 
-Rows of several files come together: in a shuffled window, in a batch of arrays. pyarrow would unify the types of those
+Rows of several files come together in a shuffled window. pyarrow would unify the types of those
 that happen to be there, so that a row's type would depend on its neighbours, and on where a run was resumed. Here the
 types of all files count, whoever reads what.
 """
@@ -224,7 +224,7 @@ class Unified:
                 raise InputError(
                     f"The input file {name!r} has {field.name!r} as {table[field.name].type}, other files have it in "
                     f"types that make it {field.type}, and a value does not fit: {error}. Write the files with one "
-                    "type, or read without shuffle_seed and arrays."
+                    "type, or read without shuffle_seed."
                 ) from error
         return pa.table(columns, schema=schema)
 
@@ -242,7 +242,7 @@ def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
             raise ConfigError(
                 f"The column {column!r} is {kind} in the input file {kinds[kind]!r} and {found} in files before it, "
                 "which are no values of one column. Write the files with one type, choose other columns, or read "
-                "without shuffle_seed and arrays."
+                "without shuffle_seed."
             ) from error
     return found
 

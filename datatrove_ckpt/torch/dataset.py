@@ -78,9 +78,6 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             and id, or the row.
         columns: read only these columns, and make no documents: a sample is a dict of them, in which a list of
             numbers (token rows) is a numpy array.
-        arrays: a sample is a whole batch of ``batch_size`` rows: a dict with one array for each column, (rows,) of
-            numbers and (rows, length) of token rows of one length; else a list of values. Give the loader
-            ``batch_size=None``. Needs ``columns``.
         sharding: "rows": any block may be read by any worker. "files": each worker reads whole files as long as all
             have some, and shares the rest. "auto": files where that makes even shares and saves reading, else rows.
         even: None: ranks differ by one sample at most. "drop": all have the same number, and the last samples are left
@@ -106,7 +103,6 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         transform: Callable[[Any], Sample] | None = None,
         *,
         columns: Sequence[str] | None = None,
-        arrays: bool = False,
         sharding: Sharding = "auto",
         even: Even = None,
         shuffle_window: int | str = "128MB",
@@ -123,11 +119,8 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         self.shuffle_seed = shuffle_seed
         self.transform = transform or (text_and_id if columns is None else None)
         self.columns = columns
-        self.arrays = arrays
         if isinstance(columns, str) or (columns is not None and (not columns or len({*columns}) < len(columns))):
             raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
-        if arrays and (columns is None or batch_size is None):
-            raise ConfigError("arrays=True needs columns and batch_size.")
         saved = reader.saved_files() if indexed and isinstance(reader, HuggingFaceDatasetReader) else None
         self._files_reader = files = saved or reader
         seed = files.shuffle_seed if shuffle_seed is None else shuffle_seed
@@ -136,7 +129,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         self._index: Index | None = None
         if indexed and isinstance(files, JsonlReader | ParquetReader | IpcReader):
             self._index = Index(self._plain_reader)
-            if self.settings.seed is not None or arrays:  # rows of several files come together
+            if self.settings.seed is not None:  # rows of several files come together
                 self._index.blocks.unify(columns)
             self._warn_of_small_window(shuffle_window)
         elif shuffle_seed is not None and isinstance(reader, HuggingFaceDatasetReader):
@@ -180,7 +173,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         return self.__dict__ | {"_running": None}
 
     def __len__(self) -> int:
-        """The number of samples of this rank in an epoch, all its workers together; with ``arrays``, of batches.
+        """The number of samples of this rank in an epoch, all its workers together.
 
         Rows that hold no document count.
 
@@ -189,8 +182,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
         """
         if self._index is None:
             raise TypeError(f"A ReaderDataset of {type(self.reader).__name__} has no length: its rows are not counted.")
-        rows = Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
-        return -(-rows // self.settings.batch) if self.arrays else rows
+        return Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch. Call it before each epoch.
@@ -243,7 +235,7 @@ class ReaderDataset(IterableDataset[Sample]):  # type: ignore[misc, unused-ignor
             return StreamEpoch(self.reader, self.shuffle_seed, sharding, slot, epoch, start, self.transform)
         then = DatasetState.from_json(start) if start is not None else None
         plan = Plan(self._index.table, self.settings, slot, epoch, then)
-        return Epoch(self._index, plan, self._plain_reader, self.columns, self.transform, is_next, self.arrays)
+        return Epoch(self._index, plan, self._plain_reader, self.columns, self.transform, is_next)
 
     # States --------------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from datatrove_ckpt.torch.order import (
     order_by_rows,
     unevenness,
 )
-from datatrove_ckpt.torch.samples import json_row, row_arrays, table_arrays
+from datatrove_ckpt.torch.samples import json_row
 from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
 
 Sharding: TypeAlias = Literal["auto", "files", "rows"]
@@ -273,7 +273,6 @@ class Epoch(Iterator[Any]):
 
     Args:
         columns: samples are rows of these columns; None: documents.
-        arrays: a sample is a whole batch of such rows: for each column an array.
         transform: makes a sample of such a row or document; None: as it is.
         after_end: the state that was loaded is of the end of the epoch before.
 
@@ -289,7 +288,6 @@ class Epoch(Iterator[Any]):
         columns: Sequence[str] | None,
         transform: Callable[[Any], Any] | None,
         after_end: bool = False,
-        arrays: bool = False,
     ) -> None:
         self._index, self._plan, self._reader, self._columns = index, plan, reader, columns
         mean = int(index.table.bytes.sum()) // max(1, index.table.total)
@@ -298,8 +296,8 @@ class Epoch(Iterator[Any]):
         self._samples = plan.first
         self._start = plan.state(plan.first, index.state).to_json()
         self._is_used, self._skipped = False, 0
-        self._missing = plan.skipped  # a batch of rows goes on after them; one of arrays is smaller
-        found = self._read_arrays() if arrays else self._read()
+        self._missing = plan.skipped
+        found = self._read()
         self.rest: Iterator[Any] = found if transform is None else map(transform, found)
 
     def __next__(self) -> Any:
@@ -342,28 +340,6 @@ class Epoch(Iterator[Any]):
                 self._samples = number + 1
                 if sample is not None:
                     yield sample
-
-    def _read_arrays(self) -> Iterator[dict[str, Any]]:
-        """Batches begin at multiples of their size, also after a state of single rows."""
-        source, batch = RowSource(self._index, self._plan.order, self._columns), self._plan.settings.batch
-        while self._samples < self._plan.samples:
-            first = self._samples
-            last = min((first // batch + max(1, self._chunk // batch)) * batch, self._plan.samples)
-            table = source.table(*self._plan.places(first, last))
-            for low in range(first // batch * batch, last, batch):
-                start, end = max(first, low), min(low + batch, last)
-                if isinstance(table, list):
-                    made = row_arrays(self._whole(table[start - first : end - first], source, start))
-                else:
-                    made = table_arrays(table.slice(start - first, end - start))
-                self._samples = end
-                if made:
-                    yield made
-
-    def _whole(self, rows: list[dict[str, Any] | None], source: RowSource, first: int) -> list[dict[str, Any]]:
-        """The rows, without damaged lines, or with other rows instead of them."""
-        found = [row or self._instead_of(source, number) for number, row in enumerate(rows, start=first)]
-        return [row for row in found if row is not None]
 
     def _make(self, row: Row) -> Any:
         """The document of a row, or the row itself if there are columns; None: it is damaged, or holds no document."""

@@ -15,7 +15,7 @@ from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.blocks import BlockInput
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
-from datatrove_ckpt.torch.samples import Batches, Parts, in_order, json_row, owned, table_rows
+from datatrove_ckpt.torch.samples import Batches, Parts, json_row, owned, table_rows
 
 _OF_DICTS = 3
 """How much larger the dicts of JSONL are than their lines."""
@@ -132,12 +132,6 @@ class RowSource:
             for place, sample in zip(places.tolist(), made, strict=True):
                 found[place] = sample
         return found
-
-    def table(self, shares: Numbers, rows: Numbers) -> Any:
-        """The same as one table; of JSONL a list of dicts."""
-        if self._index.blocks.gives_dicts:
-            return self.samples(shares, rows)
-        return in_order([(places, part) for places, part, _ in self._parts(shares, rows)])
 
     def _parts(self, shares: Numbers, rows: Numbers, origins: bool = False) -> Iterator[tuple[Numbers, Any, Any]]:
         """Some of the rows: which these are, a table or list of them, and where they come from."""

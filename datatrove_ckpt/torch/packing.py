@@ -23,7 +23,6 @@ Tokens: TypeAlias = npt.NDArray[Any]
 Fill: TypeAlias = int | Mapping[str, int]
 
 _FIRST = "first of its row"  # a column of our own
-_NO_BATCHES = "Pack takes rows, and no batches: leave out arrays=True of a ReaderDataset."
 
 
 class Pack(StatefulWrapper):
@@ -217,10 +216,9 @@ def _tokens(row: Any, name: str, columns: int) -> Tokens:
     try:
         tokens = np.asarray(row)
     except ValueError:  # parts of several lengths
-        raise _no_tokens(row, name, f"parts that differ in length. {_NO_BATCHES}") from None
+        raise _no_tokens(row, name, "parts that differ in length") from None
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
-        hint = f" {_NO_BATCHES}" if tokens.ndim > 1 else ""
-        raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}.{hint}")
+        raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}")
     return tokens.astype(np.int64, copy=False) if tokens.dtype.kind in "iub" else tokens
 
 

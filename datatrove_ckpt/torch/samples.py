@@ -1,4 +1,4 @@
-"""Rows of a table as samples of a training loop: plain dicts, or arrays of many rows.
+"""Rows of a table as samples of a training loop: plain dicts.
 
 A value is what Python has for it, but a list of numbers is a numpy array: these are mostly token rows, and a Python
 number takes 28 bytes where the table has 2 or 4. Columns are converted as a whole, which is what makes a row cost less
@@ -20,7 +20,7 @@ list are bytes: a token row costs a tenth of the time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -69,20 +69,6 @@ class Batches:
                 yield places, _of_bytes(batch.slice(first, len(mine)), schema)
             else:
                 yield places, _taken(batch, mine, schema)
-
-
-def in_order(parts: Sequence[tuple[Numbers, Any]]) -> pa.Table:
-    """The rows of all parts as one table, of one chunk."""
-    import pyarrow as pa
-
-    places = np.concatenate([places for places, _ in parts])
-    table = pa.concat_tables([part for _, part in parts], promote_options="permissive").combine_chunks()
-    if bool((places == np.arange(len(places))).all()):
-        return table
-    batch, *others = table.to_batches()  # there are others if 2 GB of texts are too many for one chunk
-    return (
-        take_rows(table, np.argsort(places)) if others else _taken(_as_bytes(batch), np.argsort(places), batch.schema)
-    )
 
 
 def _taken(batch: Any, rows: Numbers, schema: Any) -> pa.Table:
@@ -154,9 +140,6 @@ def _of_bytes(batch: Any, schema: Any) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-Arrays: TypeAlias = dict[str, Any]
-"""For each column an array of numbers, one row for each sample; where that is not possible, a list of values."""
-
 _COPIED_TOGETHER = 2**20
 """Token rows that end within so many bytes are views of one copy."""
 
@@ -178,38 +161,6 @@ def json_row(row: Row) -> Row:
     return {name: _json_value(value) if type(value) is list else value for name, value in row.items()}
 
 
-def table_arrays(table: pa.Table) -> Arrays:
-    """A table as arrays: numbers as (rows,), lists of numbers of equal length as (rows, length)."""
-    return {name: _array(column) for name, column in zip(table.column_names, table.columns, strict=True)}
-
-
-def row_arrays(rows: Sequence[Row]) -> Arrays:
-    """The same of rows of JSONL."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
-    return {name: _stacked(values) for name, values in columns.items()}
-
-
-def _array(column: pa.ChunkedArray) -> Any:
-    import pyarrow.types as types
-
-    if _is_number(types, column.type) and not column.null_count:
-        return np.array(column.to_numpy())
-    if column.num_chunks == 1 and (flat := numbers_of_lists(types, column.chunk(0))) is not None:
-        content, lengths = flat
-        if (lengths == lengths[0]).all():
-            return content.reshape(len(lengths), lengths[0]).copy()
-    values = _values(column)
-    return _stacked(values) if values and isinstance(values[0], np.ndarray) else values
-
-
-def _stacked(values: list[Any]) -> Any:
-    first = values[0] if values else None
-    if not isinstance(first, np.ndarray):
-        return _exact_array(values)
-    is_even = all(isinstance(value, np.ndarray) and value.shape == first.shape for value in values)
-    return np.stack(values) if is_even and _have_common_type(values) else values
-
-
 def _json_value(value: list[Any]) -> Any:
     return _exact_array(value) if value and type(value[0]) in (int, float) else value
 
@@ -228,16 +179,6 @@ def _exact_array(values: list[Any]) -> Any:
         type(value) is float or -_EXACT_IN_FLOATS <= value <= _EXACT_IN_FLOATS for value in values
     )
     return np.array(values, np.float64) if is_exact else values
-
-
-def _have_common_type(rows: list[Any]) -> bool:
-    """Whether one array can hold all these arrays without another value or kind of value."""
-    kinds = {row.dtype for row in rows}
-    if kinds != {np.dtype(np.int64), np.dtype(np.float64)}:
-        return len(kinds) == 1
-    return all(
-        row.dtype == np.float64 or ((row >= -_EXACT_IN_FLOATS) & (row <= _EXACT_IN_FLOATS)).all() for row in rows
-    )
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:

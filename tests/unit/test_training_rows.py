@@ -414,7 +414,8 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path:
     order = make_order(index.table, settings(seed=seed, window=parse_window(40)), 0, 0)
     for first in range(0, 200, 10):
         source = RowSource(index, order, ["x"])  # as after a resume
-        assert source.table(*order.locate(np.arange(first, first + 10))).schema.field("x").type == pa.list_(pa.int64())
+        rows = source.samples(*order.locate(np.arange(first, first + 10)))
+        assert {row["x"].dtype for row in rows if row} == {np.dtype(np.int64)}
 
 
 @pytest.mark.matrix

@@ -38,7 +38,7 @@ from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_dam
 from datatrove_ckpt.readers.input_errors import MAX_LINE_BYTES, naming_hub_input, read_line, refuse_array
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.permutations import permutation
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row
 
 _BLOCK = 2**20
 _HEAD = 2**16
@@ -89,16 +89,16 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))
         self.stop_on_bad_line = stop_on_bad_line
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, size: int, file_position: FilePosition) -> FileRead:
         if self._codec(name) is None:
             self._file_extent.first, self._file_extent.per = (0, 1.0) if self.shuffle_seed is None else (1, _BLOCK)
         if self.shuffle_seed is None:
-            return self._read_in_order(name, file_position, row_shard)
-        return self._read_shuffled(name, size, file_position, row_shard, self.shuffle_seed)
+            return self._read_in_order(name, file_position)
+        return self._read_shuffled(name, size, file_position, self.shuffle_seed)
 
-    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read_in_order(self, name: str, file_position: FilePosition) -> FileRead:
         offset, number = file_position[:2] if file_position else (0, 0)
-        (index, count), extent = row_shard, self._file_extent
+        extent = self._file_extent
         with self._open(name) as file:
             head = xxh3_64(self._skip(file, offset, name))
             if offset and self._codec(name) is None:
@@ -115,28 +115,21 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     if start < _HEAD:
                         head.update(line[: _HEAD - start])
                         head_hash = head.intdigest()
-                    if count > 1 and (number - 1) % count != index:
-                        continue
                     document = self._parse(line, name, number - 1)
                     if document is not None:
                         yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
         if self._codec(name) is None:
             extent.end = offset
 
-    def _read_shuffled(
-        self, name: str, size: int, file_position: FilePosition, row_shard: RowShard, seed: int
-    ) -> FileRead:
+    def _read_shuffled(self, name: str, size: int, file_position: FilePosition, seed: int) -> FileRead:
         """A position is (the block, lines yielded of it). The block: how many have started; compressed: its offset."""
         first, lines_done = file_position or (0, 0)
-        index, count = row_shard
         with self._open(name) as file:
             for place, key, start, lines in self._timed(self._shuffled_blocks(file, name, size, first, seed)):
                 offsets = list(accumulate(map(len, lines), initial=start))
                 order = permutation(len(lines), seed, name, key).tolist()
                 for turn in range(lines_done, len(order)):
                     line = order[turn]
-                    if count > 1 and (start + line) % count != index:
-                        continue
                     document = self._parse(lines[line], name, f"@{offsets[line]}")
                     if document is not None:
                         yield document, (place, turn + 1)

@@ -34,7 +34,7 @@ from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.permutations import permutation
-from datatrove_ckpt.readers.positions import ALL_ROWS, Adapter, FilePosition, FileRead, Row, RowShard
+from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -153,41 +153,32 @@ class _TableReader(SeekingReader):
     def _shuffled_groups(self, name: str, started: int, seed: int) -> Iterator[_Group]:
         """From the ``started``-th group in shuffled order on."""
 
-    def _read(self, name: str, size: int, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, size: int, file_position: FilePosition) -> FileRead:
         if self.shuffle_seed is None:
-            return self._read_in_order(name, file_position, row_shard)
-        return self._read_shuffled(name, file_position, row_shard, self.shuffle_seed)
+            return self._read_in_order(name, file_position)
+        return self._read_shuffled(name, file_position, self.shuffle_seed)
 
-    def _read_in_order(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read_in_order(self, name: str, file_position: FilePosition) -> FileRead:
         group, row, number = file_position or (0, 0, 0)
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
-            rows: Sequence[int] = range(row, row + batch.num_rows)
-            if row_shard != ALL_ROWS:
-                index, count = row_shard
-                first = (index - group - row) % count
-                rows, batch = rows[first::count], take_rows(batch, range(first, len(rows), count))
-            first_number = number if row_shard == ALL_ROWS else None
-            documents = self._convert(batch, rows, name, group, first_number)
-            for document, row in documents:
+            rows = range(row, row + batch.num_rows)
+            for document, row in self._convert(batch, rows, name, group, number):
                 number += document is not Skipped.WITHOUT_TEXT
                 yield document, (group, row + 1, number)
 
-    def _read_shuffled(self, name: str, file_position: FilePosition, row_shard: RowShard, seed: int) -> FileRead:
+    def _read_shuffled(self, name: str, file_position: FilePosition, seed: int) -> FileRead:
         started, done = file_position or (1, 0)
-        index, count = row_shard
         for turn, group, length, held, pick in self._shuffled_groups(name, started, seed):
             whole = permutation(length, seed, name, group)
             for first in range(done, length, max(1, held)):
                 order = whole[first : first + held]
-                mine = np.flatnonzero((group + order) % count == index)
-                table, places = pick(order[mine])
-                for start in range(0, len(mine), _CONVERTED_ROWS):
-                    turns = mine[start : start + _CONVERTED_ROWS]
-                    rows = order[turns].tolist()
-                    done_after = dict(zip(rows, (first + 1 + turns).tolist(), strict=True))
+                table, places = pick(order)
+                for start in range(0, len(order), _CONVERTED_ROWS):
+                    rows = order[start : start + _CONVERTED_ROWS].tolist()
                     found = take_rows(table, places[start : start + _CONVERTED_ROWS])
-                    for document, row in self._convert(found, rows, name, group, None):
-                        yield document, (turn, done_after[row])
+                    documents = self._convert(found, rows, name, group, None)
+                    for after, (document, _) in enumerate(documents, start=first + start + 1):
+                        yield document, (turn, after)
             done = 0
 
     def _convert(

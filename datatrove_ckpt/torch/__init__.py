@@ -10,25 +10,25 @@
     seals.py      checksums of states, and files that hold them
     packing.py    Pack: rows of tokens as samples of one length
     mixing.py     Mix: several sources, drawn by weight
-    stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory; needs no torch
+    stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory
 
     checkpoints.py  TrainingCheckpoints: all states of a training, saved together
     steps.py        the folders of saved steps
     snapshot.py     what a save copies while the training waits
     ranks.py        what ranks tell each other
 
-What needs torch is imported at its first use, so that the rest can be imported and tested without it.
+``TrainingCheckpoints`` needs torch. It is imported at its first use, so that the rest can be used without torch.
 """
 
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.torch.merging import gather, merge
+from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
+from datatrove_ckpt.torch.merging import merge
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.packing import Pack
 
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
-    from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
 
 __all__ = [
     "Mix",
@@ -36,7 +36,6 @@ __all__ = [
     "ReaderDataset",
     "Sample",
     "TrainingCheckpoints",
-    "gather",
     "merge",
     "restore",
     "text_and_id",
@@ -44,9 +43,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name != "TrainingCheckpoints":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from datatrove_ckpt.torch import checkpoints, dataset
+    from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
 
-    module = next(one for one in (dataset, checkpoints) if name in vars(one))
-    return getattr(module, name)
+    return TrainingCheckpoints

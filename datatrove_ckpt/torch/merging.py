@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
@@ -42,25 +41,6 @@ def merge(states: Iterable[State | str | PathLike[str]]) -> State:
     loaded = [load_file(state) for state in states]
     check_snapshots(loaded)
     return sealed(merge_all(list(find_states(loaded, is_ours))))
-
-
-def gather(state: State, group: Any = None) -> State:
-    """``merge`` for torch.distributed: each rank calls it with its own state, and gets the state of all.
-
-    Args:
-        state: ``state_dict()`` of this rank's loader or dataset.
-        group: the process group; None: the default one. Without torch.distributed there is one rank.
-
-    Raises: as ``merge``.
-    """
-    import torch.distributed as dist
-
-    check_snapshots(state)
-    if not dist.is_available() or not dist.is_initialized():
-        return merge([state])
-    states: list[State] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(states, list(find_states(state, is_ours)), group=group)
-    return merge(states)
 
 
 def check_snapshots(content: object) -> None:

@@ -54,7 +54,7 @@ def index_of(reader: SeekingReader) -> Index:
 
 
 def settings(**changes: Any) -> Settings:
-    usual: dict[str, Any] = {"seed": 1, "window": parse_window(20), "sharding": "auto", "even": None, "batch": 1}
+    usual: dict[str, Any] = {"seed": 1, "window": parse_window(20), "even": None, "batch": 1}
     return Settings(**(usual | changes))
 
 
@@ -84,7 +84,6 @@ def test_each_row_is_read_once(reader: SeekingReader, ranks: int) -> None:
     options: list[dict[str, Any]] = [
         {},
         {"seed": None},
-        {"sharding": "files"},
         {"batch": 4},
         {"seed": None, "batch": 3},
     ]
@@ -108,7 +107,7 @@ def test_a_worker_resumes_with_the_sample_that_would_have_followed(reader: Seeki
 
 
 def test_the_states_of_all_ranks_continue_with_any_other_number(reader: SeekingReader) -> None:
-    options: list[dict[str, Any]] = [{}, {"sharding": "files"}, {"seed": None}]
+    options: list[dict[str, Any]] = [{}, {"seed": None}]
     changed = itertools.permutations([(1, 1), (2, 2), (3, 1)], 2)
     for (before, after), changes in zip(changed, itertools.cycle(options), strict=False):
         read, states = Counter[str](), []
@@ -298,7 +297,7 @@ def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused() 
     for window in (0, True, "256", "1PB", 1.5):
         with pytest.raises(ConfigError, match="shuffle_window must be"):
             parse_window(window)
-    for name, value in (("sharding", "blocks"), ("even", "cut"), ("batch", 0)):
+    for name, value in (("even", "cut"), ("batch", 0)):
         with pytest.raises(ConfigError, match=f"{name}.* must be"):
             settings(**{name: value})
 

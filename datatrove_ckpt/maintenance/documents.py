@@ -46,7 +46,8 @@ class ShownDocument:
         """Without secrets and control characters, and with so many characters of each text at most."""
         id_, text, answer = (printable(redact(part)) for part in (self.id, self.text, self.answer))
         if most is not None:
-            text, answer = shortened(text, most), shortened(answer, 2 * most)
+            text = shortened(text, most)
+            answer = shortened(answer, 2 * most)
         return replace(self, id=shortened(id_, 200), text=text, answer=answer)
 
 
@@ -121,7 +122,9 @@ def _with_vector(result: object, *places: object) -> object:
     """The result; of EmbedRollout with a ``column`` the vector that is there."""
     name = result.get("column") if isinstance(result, dict) else None
     found = next((one[name] for one in places if isinstance(one, dict) and name in one), None)
-    return result if name is None or found is None else {name: found}
+    if name is None or found is None:
+        return result
+    return {name: found}
 
 
 def _text(result: object) -> str:
@@ -152,4 +155,6 @@ def _short(value: object) -> object:
         return {key: _short(one) for key, one in value.items()}
     if isinstance(value, list) and len(value) > _VECTOR and all(isinstance(one, float) for one in value):
         return [*(round(one, 4) for one in value[:_VECTOR]), f"... {len(value)} numbers"]
-    return [_short(one) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    return value

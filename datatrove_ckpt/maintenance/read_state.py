@@ -52,7 +52,9 @@ _JOURNAL_BYTES = 1 << 22
 _LETTER_BYTES = 1 << 25
 _MOST_BYTES = 1 << 23
 # More ranks than this are worth a few more processes.
-_MANY, _PART, _MOST_PROCESSES = 2000, 250, 8
+_MANY = 2000
+_PART = 250
+_MOST_PROCESSES = 8
 _FIRST_SECONDS = 10.0  # the first line after the start of an attempt
 _NOT_FOR_ALL = (layout.CACHE, layout.RETRY_INPUT)
 
@@ -180,7 +182,8 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
         now: the time, in Unix seconds.
         tasks: number of ranks of the run; 0: as many as there are.
     """
-    totals, per_document = Totals(), _input_per_document(ranks)
+    totals = Totals()
+    per_document = _input_per_document(ranks)
     for rank in ranks:
         if rank.state == "running" and not rank.rates.input:  # in its first seconds
             rank.rates.input = rank.rates.documents * per_document
@@ -204,7 +207,8 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
 
     Else the rate of many short tasks would be that of the few that run, which have done nothing yet.
     """
-    rates, since = Rates(), now - RATE_SECONDS
+    rates = Rates()
+    since = now - RATE_SECONDS
     running = [(rank, rank.attempt) for rank in ranks if rank.state == "running" and rank.attempt is not None]
     finished = [(rank, rank.attempt) for rank in ranks if rank.state == "finished" and rank.attempt is not None]
     finished = [(rank, attempt) for rank, attempt in finished if attempt.last_seen > since and rank.documents]
@@ -237,7 +241,8 @@ def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of intervals that are sorted by their starts."""
-    covered, until = 0.0, float("-inf")
+    covered = 0.0
+    until = float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)
@@ -289,7 +294,9 @@ def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
     left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
     left = max(left, *(rank.time_left or 0.0 for rank in ranks))
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
-    return left if left >= quiet else None
+    if left >= quiet:
+        return left
+    return None
 
 
 # what a rank does -----------------------------------------------------------------------------------------------------
@@ -329,12 +336,16 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     rank = RankState(ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None)
     rank.holder = ledger.holder
     if ledger.damage is not None:
-        rank.trouble, rank.reason = "damaged", str(ledger.damage)
+        rank.trouble = "damaged"
+        rank.reason = str(ledger.damage)
         return rank
-    sums, recent, written = ledger.sums, ledger.history, ledger.written
+    sums = ledger.sums
+    recent = ledger.history
+    written = ledger.written
     rank.add(ledger.numbers())
     rank.last_commit = sums.at if rank.is_copy else ledger.last_commit
-    rank.attempts, rank.seconds = recent.attempts, sums.seconds
+    rank.attempts = recent.attempts
+    rank.seconds = sums.seconds
     if (last := recent.last) is not None:
         if last.documents.read or not rank.documents:  # else more is done than that line knows
             rank.position = _reached(last, rank)
@@ -351,7 +362,8 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
 
 def _reached(last: Progress, rank: RankState) -> InputPosition:
     """The position of the last line, brought up to the documents that were counted since then."""
-    position, then = last.position, last.documents.read
+    position = last.position
+    then = last.documents.read
     if position.total is None or not rank.exact or rank.documents <= then:
         return position
     return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
@@ -376,7 +388,8 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.lost_in_flight += attempt.in_flight
         age = duration(max(0.0, now - attempt.last_seen))
         said = f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {rank.process}"
-        rank.trouble, rank.reason = "lost", said
+        rank.trouble = "lost"
+        rank.reason = said
     else:
         _judge_ended(rank, attempt, now)
     rank.downtime = downtime(rank.attempts)
@@ -398,15 +411,20 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
     quiet = now - max(recent.last_at, uploaded)
     if quiet > (COPY_SECONDS if rank.is_copy else SILENT_SECONDS):
         holds = ", which holds its lock" if rank.holder is not None else ""
-        rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {rank.process}{holds}"
+        rank.trouble = "silent"
+        rank.reason = f"no word for {duration(quiet)} from {rank.process}{holds}"
         return
     seconds = recent.seconds
     if seconds:
-        rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
+        rank.in_flight = last.in_flight
+        rank.waiting = last.waiting
+        rank.as_of = last.at
         rank.wait = last.wait
         rank.rates = Rates() if last.silence.lasts else recent.rates()
     elif rank.attempt is not None and not rank.is_copy:  # the line of its start tells nothing yet: count
-        done, before, factor = rank.done, last.documents, 1 / max(now - rank.attempt.started, 1.0)
+        done = rank.done
+        before = last.documents
+        factor = 1 / max(now - rank.attempt.started, 1.0)
         for counts, sign in ((done, factor), (before, -factor)):
             rank.rates.add(_done(counts, 0), sign)
     if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
@@ -414,11 +432,14 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         rank.time_left = left if left >= rank.wait.quiet else None
     rank.has_rate = seconds >= RATE_SECONDS - 1
     if last.silence.lasts:
-        rank.trouble, rank.outage = "stuck", last.silence._replace(seconds=last.silence.seconds + now - last.at)
+        rank.trouble = "stuck"
+        rank.outage = last.silence._replace(seconds=last.silence.seconds + now - last.at)
     elif last.wait.quiet >= STUCK_SECONDS:
-        rank.trouble, rank.reason = "stuck", _stuck(recent, last, now)
+        rank.trouble = "stuck"
+        rank.reason = _stuck(recent, last, now)
     elif loop := _barren(rank):
-        rank.trouble, rank.reason = "looping", _looping(rank, loop, now)
+        rank.trouble = "looping"
+        rank.reason = _looping(rank, loop, now)
     else:
         _judge_restarts(rank, recent, now)
 
@@ -431,7 +452,9 @@ def _barren(rank: RankState) -> list[AttemptSummary]:
         if not is_barren or attempt.why in ("done", "stopped"):
             break
         found.append(attempt)
-    return found if len(found) >= LOOP_ATTEMPTS else []
+    if len(found) >= LOOP_ATTEMPTS:
+        return found
+    return []
 
 
 def _looping(rank: RankState, loop: list[AttemptSummary], now: float) -> str:
@@ -452,7 +475,8 @@ def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
         death = next((event for event in reversed(lately) if event.what == "death" and event.why), None)
         why = f"; one died of: {death.why}" if death is not None else ""
         span = duration(STUCK_SECONDS)
-        rank.trouble, rank.reason = "restarting", f"its servers were started again {restarts} times in {span}{why}"
+        rank.trouble = "restarting"
+        rank.reason = f"its servers were started again {restarts} times in {span}{why}"
 
 
 def find_outages(ranks: Sequence[RankState]) -> None:
@@ -487,11 +511,13 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
     ago = f"{duration(now - (attempt.ended or now))} ago"
     if attempt.why == "error":
         rank.state = "failed"
-        rank.trouble, rank.reason = "failed", f"{ago} on {attempt.host}: {attempt.what}"
+        rank.trouble = "failed"
+        rank.reason = f"{ago} on {attempt.host}: {attempt.what}"
     elif attempt.why == "stopped":
         rank.state = "interrupted"
         what = f" by {attempt.what}" if attempt.what else ""
-        rank.trouble, rank.reason = "interrupted", f"stopped{what} {ago}; what it did is saved"
+        rank.trouble = "interrupted"
+        rank.reason = f"stopped{what} {ago}; what it did is saved"
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown
 
@@ -516,7 +542,8 @@ def find_slow(ranks: Sequence[RankState]) -> None:
         if own[0] < SLOW_SHARE * documents and own[1] < SLOW_SHARE * tokens:
             among = f" ({len(finished)} of them finished)" if finished else ""
             said = f"{own[0]:.3g} documents/s; the median of {len(peers)} ranks{among} is {documents:.3g}"
-            rank.trouble, rank.reason = "slow", said
+            rank.trouble = "slow"
+            rank.reason = said
 
 
 def find_left(ranks: Sequence[RankState]) -> None:
@@ -525,7 +552,8 @@ def find_left(ranks: Sequence[RankState]) -> None:
         return
     for rank in ranks:
         if rank.state == "unfinished" and rank.trouble is None:
-            rank.trouble, rank.reason = "unfinished", "nothing runs, and it is not finished; what it did is saved"
+            rank.trouble = "unfinished"
+            rank.reason = "nothing runs, and it is not finished; what it did is saved"
 
 
 def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:

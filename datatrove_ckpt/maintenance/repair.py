@@ -93,7 +93,8 @@ def _check_unchanged(redo: Redo) -> None:
 
 
 def _remove_marker(logging_dir: str, number: int) -> None:
-    folder, name = get_datafolder(logging_dir), f"completions/{number:05d}"
+    folder = get_datafolder(logging_dir)
+    name = f"completions/{number:05d}"
     remove_file(folder, name)
     if folder.is_local():
         files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
@@ -108,7 +109,8 @@ def _blank_letters(redo: Redo) -> None:
     if redo.before is not None and not redo.commits:
         return
     # Letters after the last one to keep are cut off later, or, after a crash, by the next run.
-    path, end = redo.rank.dead_letters_file, _letters_end(redo)
+    path = redo.rank.dead_letters_file
+    end = _letters_end(redo)
     between = [place for place in redo.letters if place[0] < end]
     if between and path.exists():
         files.disk.replace(path, _blanked(path, between))
@@ -139,7 +141,8 @@ def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
     with explained("read", path), path.open("rb") as file:
         while block := bytearray(file.read(_BLOCK)):
             for start, end in ranges:
-                first, last = max(start - at, 0), min(end - at, len(block))
+                first = max(start - at, 0)
+                last = min(end - at, len(block))
                 if first < last:
                     block[first:last] = b" " * (last - first)
             yield bytes(block)
@@ -183,7 +186,8 @@ class Redo:
     letters: list[tuple[int, int]] = field(default_factory=list)
 
     def describe(self) -> Iterator[str]:
-        key, place = self.rank.key, self.rank.place
+        key = self.rank.key
+        place = self.rank.place
         if self.before is None:
             yield (
                 f"{place}: rebuild {self.rank.commits_file} from the {plural(len(self.kept), 'commit')} that can be "
@@ -253,7 +257,8 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     if logging_dir is not None:
         # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left it.
         keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {rank.key for rank in plan.ranks}
-        folder, numbers = get_datafolder(logging_dir), sorted(number for root, number in keys if not root)
+        folder = get_datafolder(logging_dir)
+        numbers = sorted(number for root, number in keys if not root)
         folder.invalidate_cache()
         plan.markers = [number for number in numbers if folder.isfile(f"completions/{number:05d}")]
     return plan
@@ -324,7 +329,8 @@ def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
     """Start and end of a commit's dead letters in their file, in bytes. They are in the order of the commits."""
     start = end = 0
     for commit in commits:
-        start, end = end, commit.dead_letters_size
+        start = end
+        end = commit.dead_letters_size
         if commit.chunk_index == chunk_index:
             break
     return start, end
@@ -349,7 +355,8 @@ def _holes(rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]
         if index > expected:
             chunks = range(expected, index)
             yield chunks, kept[index].first_ordinal - ordinal == per_chunk * len(chunks)
-        expected, ordinal = index + 1, kept[index].next_ordinal
+        expected = index + 1
+        ordinal = kept[index].next_ordinal
     chunks = range(expected, max(commits, default=-1) + 1)
     if chunks:
         # After the last commit to keep, only journals limit where redone chunks may end.
@@ -402,7 +409,8 @@ def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
         if commit.first_ordinal != ordinal + (index - expected) * per_chunk:
             break
         kept[index] = commit
-        expected, ordinal = index + 1, commit.next_ordinal
+        expected = index + 1
+        ordinal = commit.next_ordinal
     return kept
 
 

@@ -115,7 +115,8 @@ def find_output(
     runs = [rank.run for rank in ranks if rank.run]
     recorded = recorded_output(checkpoints, runs)
     if recorded is not None:
-        now, other = checkpoints.absolute().with_name("output"), other_run(checkpoints, recorded)
+        now = checkpoints.absolute().with_name("output")
+        other = other_run(checkpoints, recorded)
         is_moved = other or (_is_in_run_folder(checkpoints, recorded) and not Path(recorded).is_dir())
         if is_moved and now.is_dir():
             return str(now)
@@ -136,7 +137,9 @@ def other_run(checkpoints: Path, recorded: str) -> Path | None:
     """The run folder whose output ``run.json`` names, if it is another run's: this one was copied or renamed."""
     there = Path(recorded).with_name("checkpoints")
     is_other = _is_in_run_folder(checkpoints, recorded) and there.is_dir() and not there.samefile(checkpoints)
-    return there.parent if is_other and any(there.glob(f"[0-9]*/{RUN}")) else None
+    if is_other and any(there.glob(f"[0-9]*/{RUN}")):
+        return there.parent
+    return None
 
 
 def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
@@ -176,12 +179,14 @@ def _check_ordinals(report: Report, rank: RankLedger) -> None:
             advice = f"To process them: {report.repair_command}, then run again."
             message = f"{gap} (chunks {number_range(chunk_index, commit.chunk_index)}). {advice}"
             report.add_problem("lost", message, rank, chunk_index)
-        chunk_index, ordinal = commit.chunk_index + 1, commit.next_ordinal
+        chunk_index = commit.chunk_index + 1
+        ordinal = commit.next_ordinal
 
 
 def _check_dead_letters(report: Report, rank: RankLedger) -> None:
     """Checks the number of dead letters of each commit: they lie between the sizes that two commits record."""
-    path, start = rank.dead_letters_file, 0
+    path = rank.dead_letters_file
+    start = 0
     for commit in rank.commits.values():
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
@@ -201,7 +206,8 @@ def _check_dead_letters(report: Report, rank: RankLedger) -> None:
 def _list_unfinished(report: Report, rank: RankLedger) -> None:
     if rank.state == "finished":
         return
-    before, journals = len(report.unfinished), rank.open_journals
+    before = len(report.unfinished)
+    journals = rank.open_journals
     last = max([*rank.commits, *journals], default=-1)
     for index in range(last):
         if index not in rank.commits and index not in journals:
@@ -323,7 +329,9 @@ class Problem:
 
     def __str__(self) -> str:
         place = name_place(self.root, self.rank, self.chunk_index)
-        return f"{place}: {self.message}" if place else self.message
+        if place:
+            return f"{place}: {self.message}"
+        return self.message
 
 
 @dataclass(slots=True)
@@ -443,7 +451,8 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
         with file_system_call():
             if report.hub is not None:
                 # A folder there exists with its first file, and may be listed as it was a moment ago.
-                found, reads = FoundFiles({}), HubReads(report.hub, StoppableCalls())
+                found = FoundFiles({})
+                reads = HubReads(report.hub, StoppableCalls())
                 found.show(reads.looked("cannot be listed", report.hub.files))
                 for path, listed in found.hub_files.items():
                     found.note(path, listed.size, listed.stamp, committed.get(path))

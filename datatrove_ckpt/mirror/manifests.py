@@ -124,7 +124,9 @@ class Seal:
 def without_seal(body: bytes) -> bytes:
     """A manifest's JSON without its seal."""
     sealed = _SEALED.fullmatch(body)
-    return body if sealed is None else sealed[1] + b"}"
+    if sealed is None:
+        return body
+    return sealed[1] + b"}"
 
 
 FORMAT = 1
@@ -294,7 +296,9 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
         size += len(lines[-1])
         if size >= MAX_OBJECT_BYTES:
             yield b"".join(lines), frozenset(ordinals)
-            lines, ordinals, size = [], set(), 0
+            lines = []
+            ordinals = set()
+            size = 0
     if lines:
         yield b"".join(lines), frozenset(ordinals)
 

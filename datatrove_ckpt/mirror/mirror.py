@@ -294,7 +294,8 @@ class RemoteMirror:
         self._looks: deque[threading.Event] = deque()
         """Set once it is known that this process owns the mirror."""
         self._seen = -math.inf
-        self._answers, self._waived_until = True, -math.inf
+        self._answers = True
+        self._waived_until = -math.inf
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
@@ -403,7 +404,9 @@ class RemoteMirror:
         Raises:
             Fenced: it is another process's.
         """
-        number, now, uploads = len(self._looks), time.monotonic(), self._uploads
+        number = len(self._looks)
+        now = time.monotonic()
+        uploads = self._uploads
         if number and uploads is not None and uploads.owns_mirror:
             try:
                 uploads.list_as_owner()
@@ -411,7 +414,8 @@ class RemoteMirror:
                 self._failure = failure_line(error)
                 if isinstance(error, OSError) and retrying.STORAGE.passes(error):
                     return
-            self._seen, self._answers = now, True
+            self._seen = now
+            self._answers = True
             for _ in range(number):
                 self._looks.popleft().set()
 
@@ -450,7 +454,9 @@ class RemoteMirror:
     def _upload(self) -> None:
         if self._uploads is None:
             self._uploads = Uploads(Versions(self.url))
-        uploads, last, start = self._uploads, self._stopping, time.monotonic()
+        uploads = self._uploads
+        last = self._stopping
+        start = time.monotonic()
         with ExitStack() as stack:
             self._raise_if_interrupted(last)
             snapshot, grown = self._take_snapshot(uploads, stack)

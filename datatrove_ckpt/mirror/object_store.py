@@ -154,7 +154,9 @@ class ObjectStore:
             if http_status(error) == 404:
                 return None
             raise
-        return data if len(data) <= most else None
+        if len(data) <= most:
+            return data
+        return None
 
     def names(self, folder: str = "") -> list[str]:
         """The names of the objects and folders directly in the folder; none if there is no such folder.

@@ -76,7 +76,8 @@ class MirrorReader:
             raise unreadable(self.url, error) from error
 
     def _copy(self, name: str) -> CopiedRank | None:
-        mirrored, known = Versions(f"{self.url}/{name}"), self.ranks.get(name)
+        mirrored = Versions(f"{self.url}/{name}")
+        known = self.ranks.get(name)
         newer = [version for version in mirrored.all_versions() if known is None or version > known.version]
         problems = list[str]()
 

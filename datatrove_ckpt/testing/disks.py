@@ -142,7 +142,8 @@ def copy_tree(source: Path, target: Path) -> None:
 @contextmanager
 def disk_in_place(disk: files.Disk) -> Iterator[None]:
     """Makes all rooms write to ``disk`` inside the block. A simulated crash ends the block and is swallowed."""
-    before, files.disk = files.disk, disk
+    before = files.disk
+    files.disk = disk
     effects = object_store.effects
     if isinstance(disk, CrashingDisk):
         object_store.effects = WatchedRemote(disk)
@@ -150,7 +151,8 @@ def disk_in_place(disk: files.Disk) -> Iterator[None]:
         with suppress(SimulatedCrash):
             yield
     finally:
-        files.disk, object_store.effects = before, effects
+        files.disk = before
+        object_store.effects = effects
         disk.close()
 
 

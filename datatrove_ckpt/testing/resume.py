@@ -59,9 +59,15 @@ def samples_of(batch: Any) -> list[Any]:
         is_table = isinstance(batch, Mapping) or all(hasattr(column, "shape") for column in columns)
         if columns and is_table and len(lengths) == 1 and lengths != {None}:
             rows = zip(*columns, strict=True)
-            return [dict(zip(batch, row, strict=True)) for row in rows] if isinstance(batch, Mapping) else list(rows)
-        return [batch] if isinstance(batch, Mapping) else list(columns)
-    return list(batch) if _length(batch) is not None else [batch]
+            if isinstance(batch, Mapping):
+                return [dict(zip(batch, row, strict=True)) for row in rows]
+            return list(rows)
+        if isinstance(batch, Mapping):
+            return [batch]
+        return list(columns)
+    if _length(batch) is not None:
+        return list(batch)
+    return [batch]
 
 
 def assert_resume_is_exact(
@@ -160,7 +166,9 @@ class _Trial:
 def name_of(sample: Any) -> str:
     """A sample as text that is equal only for equal values: what a message shows of it, and a hash of the rest."""
     text = repr(_plain(sample))
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
 def _types(value: Any) -> str:
@@ -181,15 +189,21 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _length(value: Any) -> int | None:
     """The length of a column, or None for anything else."""
     shape = getattr(value, "shape", None)
     if shape is not None:
-        return int(shape[0]) if len(shape) else None
-    return len(value) if isinstance(value, list | tuple) else None
+        if len(shape):
+            return int(shape[0])
+        return None
+    if isinstance(value, list | tuple):
+        return len(value)
+    return None
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
@@ -200,7 +214,8 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _default_stops(batches: list[int]) -> list[int]:
-    stops, before = set(), 0
+    stops = set()
+    before = 0
     for count in batches:
         stops |= {before + 1, before + max(count // 2, 1), before + count}
         before += count
@@ -211,7 +226,8 @@ def _compare(whole: list[Batch], seen: list[Batch], stops: tuple[int, ...], betw
     """Raises an AssertionError that says how they differ."""
     if seen == whole:
         return
-    wanted, got = _counts(whole), _counts(seen)
+    wanted = _counts(whole)
+    got = _counts(seen)
     lines = [
         f"Stopped after {' and then '.join(map(str, stops))} batches{', between two epochs,' * between} the loader "
         "did not go on where it had stopped:"

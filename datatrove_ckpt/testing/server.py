@@ -135,7 +135,9 @@ def _question(payload: Payload) -> str:
     asked = payload["messages"][-1].get("content") if "messages" in payload else payload.get("prompt", payload)
     if isinstance(asked, list) and asked and all(isinstance(part, dict) and "text" in part for part in asked):
         return "".join(part["text"] for part in asked)
-    return asked if isinstance(asked, str) else orjson.dumps(asked, option=orjson.OPT_SORT_KEYS).decode()
+    if isinstance(asked, str):
+        return asked
+    return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def _answer_to(payload: Payload, times: int) -> str:

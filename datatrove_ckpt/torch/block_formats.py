@@ -79,7 +79,8 @@ class BlockFile(ABC):
         if known not in (None, index):
             self.close()
             raise changed(name)
-        self.index, self._starts = index, [0, *accumulate(group.rows for group in index.groups)]
+        self.index = index
+        self._starts = [0, *accumulate(group.rows for group in index.groups)]
 
     def part_of(self, row: int) -> tuple[int, int]:
         """The part that has a row, and the row's number there."""
@@ -125,7 +126,8 @@ def changed(name: str) -> CheckpointMismatch:
     return CheckpointMismatch(f"The input file {name!r} has changed since its rows were counted. {remedy()}")
 
 
-_BATCH_ROWS, _BATCH_BYTES = 2**14, 2**21
+_BATCH_ROWS = 2**14
+_BATCH_BYTES = 2**21
 """The most that is decoded together. Rows keep all of their batch, so it must be small beside a block."""
 _BUFFER_BYTES = 2**20
 
@@ -134,8 +136,10 @@ class _GroupRows:
     """The rows of one row group, from its beginning on. ``row``: how many were read."""
 
     def __init__(self, group: int, columns: tuple[str, ...] | None, batches: Iterator[Any]) -> None:
-        self.key, self.row = (group, columns), 0
-        self._batches, self._rest = batches, None
+        self.key = (group, columns)
+        self.row = 0
+        self._batches = batches
+        self._rest = None
 
     def read(self, rows: int) -> Iterator[Any]:
         """The next rows, in parts of batches."""
@@ -143,7 +147,8 @@ class _GroupRows:
             batch = self._rest or next(self._batches)
             part = batch.slice(0, rows)
             self._rest = batch.slice(part.num_rows) if batch.num_rows > rows else None
-            self.row, rows = self.row + part.num_rows, rows - part.num_rows
+            self.row = self.row + part.num_rows
+            rows = rows - part.num_rows
             yield part
 
 
@@ -157,7 +162,8 @@ class ParquetBlocks(BlockFile):
     def __init__(self, folder: DataFolder, name: str, known: FileIndex | None, size: int) -> None:
         import pyarrow.parquet as pq
 
-        self._name, self._size = name, size
+        self._name = name
+        self._size = size
         self._group: _GroupRows | None = None
         self._source = opened(folder, name)
         try:
@@ -180,7 +186,9 @@ class ParquetBlocks(BlockFile):
             found = self._seek(*self.part_of(first), None if columns is None else tuple(columns))
             table = pa.Table.from_batches(found.read(rows))
             self._group = found
-            return table if columns is None else table.select(list(columns))
+            if columns is None:
+                return table
+            return table.select(list(columns))
 
     def let_go(self) -> None:
         """Lets go of the group that is being read: of each column, that is a page and its dictionary at least."""
@@ -194,7 +202,9 @@ class ParquetBlocks(BlockFile):
 
     def _seek(self, group: int, row: int, columns: tuple[str, ...] | None) -> _GroupRows:
         """The rows of a group from ``row`` on. Goes on from where the file stands, if that is not behind."""
-        found, self._group = self._group, None  # what was read of it is lost if this fails
+        # what was read of it is lost if this fails
+        found = self._group
+        self._group = None
         if found is None or found.key != (group, columns) or found.row > row:
             sizes = self.index.groups[group]
             rows = min(_BATCH_ROWS, max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes)))
@@ -208,7 +218,9 @@ class ParquetBlocks(BlockFile):
 _CONTINUATION = 0xFFFFFFFF
 _MARK_BYTES = 2**8
 """The mark of a file, what aligns the messages behind it (to 64 bytes for Arrow in Rust), and the first of them."""
-_DICTIONARY, _RECORD_BATCH = 2, 3  # MessageHeader
+# MessageHeader
+_DICTIONARY = 2
+_RECORD_BATCH = 3
 
 
 class ArrowBlocks(BlockFile):
@@ -251,7 +263,9 @@ class ArrowBlocks(BlockFile):
             if batch.num_rows != self.index.groups[number].rows:
                 raise changed(self._name)
             table = pa.Table.from_batches([batch.slice(start, rows)])
-            return table if columns is None else table.select(list(columns))
+            if columns is None:
+                return table
+            return table.select(list(columns))
 
     def let_go(self) -> None:
         """Lets go of the latest record batch."""
@@ -259,7 +273,9 @@ class ArrowBlocks(BlockFile):
 
     def close(self) -> None:
         """Closes the file."""
-        self._readers, self._last, self._cursor = {}, (None, None), None
+        self._readers = {}
+        self._last = (None, None)
+        self._cursor = None
         self._source.close()
 
     def _batch(self, number: int, columns: tuple[str, ...] | None) -> Any:
@@ -273,7 +289,8 @@ class ArrowBlocks(BlockFile):
         after, batches = self._cursor or (0, iter(()))
         if self._cursor is None or after > number:
             self._source.seek(0)
-            after, batches = 0, iter(pa.ipc.open_stream(self._source))
+            after = 0
+            batches = iter(pa.ipc.open_stream(self._source))
         self._cursor = None  # it may not be used again if this fails
         for _ in range(number - after):
             next(batches)
@@ -322,7 +339,8 @@ def _messages(file: IO[bytes], size: int, count: int | None) -> Iterator[_Messag
     Raises EOFError if it was cut off, or another follows.
     """
     file.seek(0)
-    is_stream, found = count is None, 0
+    is_stream = count is None
+    found = 0
     offset = 0 if is_stream else max(0, file.read(_MARK_BYTES).find(b"\xff\xff\xff\xff"))
     while is_stream or found != count:
         file.seek(offset)
@@ -346,7 +364,8 @@ def _message(buffer: bytes) -> tuple[int, int, int, bool]:
     """Kind, rows and bytes of what follows, and whether it is compressed. Only a record batch has rows."""
     root = int(struct.unpack_from("<I", buffer)[0])
     kind = _number("<B", buffer, _field(buffer, root, 1))
-    rows, compressed = 0, False
+    rows = 0
+    compressed = False
     if kind == _RECORD_BATCH:
         header = _field(buffer, root, 2)
         header += struct.unpack_from("<I", buffer, header)[0]
@@ -362,11 +381,15 @@ def _field(buffer: bytes, table: int, number: int) -> int:
     if entry >= struct.unpack_from("<H", buffer, vtable)[0]:
         return 0
     offset = struct.unpack_from("<H", buffer, vtable + entry)[0]
-    return int(table + offset) if offset else 0
+    if offset:
+        return int(table + offset)
+    return 0
 
 
 def _number(kind: str, buffer: bytes, place: int) -> int:
-    return int(struct.unpack_from(kind, buffer, place)[0]) if place else 0
+    if place:
+        return int(struct.unpack_from(kind, buffer, place)[0])
+    return 0
 
 
 GROUP_BYTES = 2**20
@@ -383,7 +406,8 @@ class LineBlocks(BlockFile):
 
     def __init__(self, reader: JsonlReader, name: str, known: FileIndex | None, keys: set[str]) -> None:
         self._keys = keys
-        self._reader, self._name = reader, name
+        self._reader = reader
+        self._name = name
         self._is_plain = reader._codec(name) is None
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
@@ -412,7 +436,9 @@ class LineBlocks(BlockFile):
     def close(self) -> None:
         """Closes the file."""
         self._stack.close()
-        self._file, self._last, self._part = None, (-1, []), b""
+        self._file = None
+        self._last = (-1, [])
+        self._part = b""
 
     def _count(self) -> Iterator[Group]:
         with self._reader._open(self._name) as file:
@@ -423,10 +449,12 @@ class LineBlocks(BlockFile):
 
     def _lines(self, number: int) -> list[bytes]:
         """The lines of a part that are not blank. Raises CheckpointMismatch if they are not those that were counted."""
-        offset, group = self._offsets[number], self.index.groups[number]
+        offset = self._offsets[number]
+        group = self.index.groups[number]
         if self._file is None or (offset < self._at and not self._is_plain):
             self.close()
-            self._file, self._at = self._stack.enter_context(self._reader._open(self._name)), 0
+            self._file = self._stack.enter_context(self._reader._open(self._name))
+            self._at = 0
         if self._is_plain:
             self._file.seek(offset)
         else:
@@ -436,7 +464,8 @@ class LineBlocks(BlockFile):
                     raise changed(self._name)
                 self._at += skipped
         part = self._file.read(group.bytes)
-        self._at, self._part = offset + len(part), part
+        self._at = offset + len(part)
+        self._part = part
         lines = _split(part)
         # The lines around it are those of other parts, so a line that was moved across its ends shows, too.
         is_whole = part.endswith(b"\n") or number == len(self.index.groups) - 1

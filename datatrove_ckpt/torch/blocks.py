@@ -79,7 +79,9 @@ def cache_folder() -> Path | None:
     """Where counts are kept: see above. None: they are not."""
     own = os.environ.get("DATATROVE_CKPT_CACHE")
     if own is not None:
-        return Path(own) if own else None
+        if own:
+            return Path(own)
+        return None
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "datatrove-ckpt" / "rows"
 
 
@@ -132,7 +134,9 @@ class RowCounts:
         info = self._inputs.info(number)
         changed = next((str(info[name]) for name in _TIMES if info.get(name)), "")
         known = (str(self._inputs.size(number)), changed, self._inputs.sample(number))
-        return xxh3_64_hexdigest("/".join(known).encode()) if any(known[1:]) else ""
+        if any(known[1:]):
+            return xxh3_64_hexdigest("/".join(known).encode())
+        return ""
 
     def get(self, number: int) -> FileIndex | None:
         """The count of a file; None if it is not known, or if the file has changed since."""
@@ -149,7 +153,8 @@ class RowCounts:
         key = self.key(number)
         if not key:
             return
-        rows, sizes = [group.rows for group in index.groups], [group.bytes for group in index.groups]
+        rows = [group.rows for group in index.groups]
+        sizes = [group.bytes for group in index.groups]
         entry = {"key": key, "rows": rows, "bytes": sizes, "sequential": index.sequential}
         entry |= {"schema": b64encode(index.schema).decode()} if index.schema else {}
         with self._lock:
@@ -163,7 +168,8 @@ class RowCounts:
         with self._lock:
             if not self._changed or self._path is None:
                 return
-            self._changed, self._saved = False, time.monotonic()
+            self._changed = False
+            self._saved = time.monotonic()
             content = orjson.dumps({"files": self._files})
             part = self._path.with_suffix(f".{uuid.uuid4().hex}")  # nodes may share the folder, and process ids
             try:
@@ -272,7 +278,8 @@ MAX_ROWS = 2**16
 MAX_BYTES = 2**24
 """The most rows and bytes of a block. A row that is larger than this is a block of its own."""
 
-_SAMPLED_ROWS, _SAMPLED_BYTES = 64, 2**22
+_SAMPLED_ROWS = 64
+_SAMPLED_BYTES = 2**22
 _OPEN_FILES = 32
 _THREADS = 16
 
@@ -326,7 +333,8 @@ class BlockInput:
         self._size = 4
         self._index = self._index_files()
         self.sequential = frozenset(number for number, file in enumerate(self._index) if file.sequential)
-        self.gives_dicts, self.gives_views = isinstance(reader, JsonlReader), isinstance(reader, IpcReader)
+        self.gives_dicts = isinstance(reader, JsonlReader)
+        self.gives_views = isinstance(reader, IpcReader)
         self._size = self._size_in_memory()
         self._blocks = list(_cut(self._index, self._size))
 
@@ -446,7 +454,8 @@ class BlockInput:
 
     def _file(self, number: int) -> BlockFile:
         if self._process != os.getpid():  # a fork shares the places in these files with its parent
-            self._opened, self._process = OrderedDict(), os.getpid()
+            self._opened = OrderedDict()
+            self._process = os.getpid()
         file = self._opened.pop(number, None) or self._open(number, self._index[number])
         self._opened[number] = file
         if len(self._opened) > _OPEN_FILES:
@@ -454,7 +463,8 @@ class BlockInput:
         return file
 
     def _open(self, number: int, known: FileIndex | None) -> BlockFile:
-        reader, name = self._reader, self.names[number]
+        reader = self._reader
+        name = self.names[number]
         if isinstance(reader, JsonlReader):
             return LineBlocks(reader, name, known, self._keys)
         if isinstance(reader, ParquetReader):
@@ -482,6 +492,7 @@ def _cut(files: Sequence[FileIndex], size: int) -> Iterator[Block]:
             in_memory = in_file * size // 4
             count = min(rows, max(-(-rows // MAX_ROWS), -(-in_memory // MAX_BYTES)))
             for part in range(count):
-                start, end = rows * part // count, rows * (part + 1) // count
+                start = rows * part // count
+                end = rows * (part + 1) // count
                 yield Block(file, first + start, end - start, in_memory * (end - start) // rows)
             first += rows

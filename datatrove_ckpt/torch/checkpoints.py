@@ -55,7 +55,8 @@ Writer = Callable[[Path], object]
 _LOOK_SECONDS = 0.25  # how often ranks ask each other whether to save or to stop
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
-_INPUT, _RANDOM = "input.pt", "random.pt"
+_INPUT = "input.pt"
+_RANDOM = "random.pt"
 _SIGNAL = 2.0  # why the ranks stop
 _SAY_SECONDS = 10.0  # after which it is said what the end waits for
 
@@ -110,26 +111,40 @@ class TrainingCheckpoints:
         ):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ConfigError(f"{name}: must be an integer from {least} on; it is {value!r}.")
-        self._every_steps, self._mtbf = every_steps, mtbf_seconds
+        self._every_steps = every_steps
+        self._mtbf = mtbf_seconds
         self._every_seconds = "auto" if every_seconds is None and every_steps is None else every_seconds
-        self._keep_last, self._keep_best, self._keep_every = keep_last, keep_best, keep_every
-        self._best, self._sign = best.removeprefix("-"), -1.0 if best.startswith("-") else 1.0
-        self._asynchronous, self._only_plain = asynchronous, only_plain
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._keep_every = keep_every
+        self._best = best.removeprefix("-")
+        self._sign = -1.0 if best.startswith("-") else 1.0
+        self._asynchronous = asynchronous
+        self._only_plain = only_plain
         self._ranks = Ranks()
         self._steps = Steps(Path(folder).absolute(), remote)
         self._steps.make()
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
-        self.epoch, self.metrics = 0, dict[str, float]()
+        self.epoch = 0
+        self.metrics = dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
-        self._rollbacks, self._writing, self._uploading = 0, _Task(asynchronous), _Task(asynchronous)
-        self._snapshot, self._manifests = Snapshot(), dict[StepName, Manifest]()
-        self._copied, self._is_copied = StepName(-1, 0), False
-        self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
+        self._rollbacks = 0
+        self._writing = _Task(asynchronous)
+        self._uploading = _Task(asynchronous)
+        self._snapshot = Snapshot()
+        self._manifests = dict[StepName, Manifest]()
+        self._copied = StepName(-1, 0)
+        self._is_copied = False
+        self._pause = 0.0
+        self._write_seconds = 0.0
+        self._saved_at = time.monotonic()
         self._has_looked = self._has_claimed = False
-        self._last_step, self._look_at, self._looked = 0, 0, (0, time.monotonic())
+        self._last_step = 0
+        self._look_at = 0
+        self._looked = (0, time.monotonic())
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
 
@@ -154,7 +169,8 @@ class TrainingCheckpoints:
             if self._preemption is None or not self._preemption.shutdown.is_fast:
                 self.close(raises=error is None)
         finally:
-            preemption, self._preemption = self._preemption, None
+            preemption = self._preemption
+            self._preemption = None
             assert preemption is not None
             preemption.__exit__(kind, error, trace)
 
@@ -175,8 +191,10 @@ class TrainingCheckpoints:
 
     def _wait_for_copy(self) -> bool:
         """Whether the copy under way has ended. A signal that comes meanwhile ends the wait."""
-        shutdown, began = self._preemption.shutdown if self._preemption is not None else None, time.monotonic()
-        cause, is_said = shutdown.cause if shutdown is not None else "", False
+        shutdown = self._preemption.shutdown if self._preemption is not None else None
+        began = time.monotonic()
+        cause = shutdown.cause if shutdown is not None else ""
+        is_said = False
         while not self._uploading.join(_LOOK_SECONDS):
             assert self._steps.store is not None
             if not is_said and time.monotonic() - began > _SAY_SECONDS:
@@ -224,7 +242,8 @@ class TrainingCheckpoints:
 
     def _look(self, step: int) -> tuple[float, bool, float]:
         """What all ranks agree on: why to stop, 0 if not; whether to save; how many seconds a step takes."""
-        (last, at), now = self._looked, time.monotonic()
+        (last, at) = self._looked
+        now = time.monotonic()
         self._looked = step, now
         stops = 0.0
         if self._preemption is not None:
@@ -289,7 +308,8 @@ class TrainingCheckpoints:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"save: metrics must be numbers: {error}.") from error
         self._writing.join()
-        name, self._last_step = StepName(self._rollbacks, step), step
+        name = StepName(self._rollbacks, step)
+        self._last_step = step
         try:
             self._claim()
         except StorageFailed as error:  # of all ranks
@@ -307,7 +327,8 @@ class TrainingCheckpoints:
             contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
         if numbers and self._keep_best and self._best not in numbers and not self._manifests and self._is_owner:
             logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
-        self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
+        self._pause = time.monotonic() - began
+        self._saved_at = time.monotonic()
         if not self._is_owner:
             self._not_saved = None
             return
@@ -316,7 +337,8 @@ class TrainingCheckpoints:
         except Exception as error:  # no room in memory
             self._failed(name, error)
             return
-        self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
+        self._pause = time.monotonic() - began
+        self._saved_at = time.monotonic()
         self._writing.start(self._write, name, contents, numbers, self._pause)
 
     def _claim(self) -> None:
@@ -416,12 +438,14 @@ class TrainingCheckpoints:
         assert self._steps.store is not None
         while (name := max(self._manifests)) != self._copied or not self._is_copied:
             try:
-                self._copied, self._is_copied = name, False
+                self._copied = name
+                self._is_copied = False
                 there, incomplete = self._steps.remote_manifests()
                 self._steps.refuse_others(there)
                 self._steps.own_remote()
                 self._steps.upload(name)
-                self._is_copied, self._not_copied = True, None
+                self._is_copied = True
+                self._not_copied = None
             except Exception as error:
                 why = f"{name} is not copied to {self._steps.store.url}: {failure_line(error)}"
                 self._not_copied = StorageFailed(why)
@@ -461,7 +485,9 @@ class TrainingCheckpoints:
                 self._seed(loader, 0)
                 return None
             name, passed = chosen
-            self._rollbacks, self._look_at, self._last_step = name.rollbacks, 0, name.step
+            self._rollbacks = name.rollbacks
+            self._look_at = 0
+            self._last_step = name.step
             self._load(name, reader, states)
             if loader is not None:
                 self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain), name.step)
@@ -587,7 +613,8 @@ class TrainingCheckpoints:
 
         if None in found:
             raise ConfigError("The step was saved without a loader.")
-        epochs, states = [each["epoch"] for each in found], [each["loader"] for each in found]
+        epochs = [each["epoch"] for each in found]
+        states = [each["loader"] for each in found]
         if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
             self.epoch = restore(loader, states)
         elif len(found) == self._ranks.size:
@@ -645,7 +672,9 @@ class TrainingCheckpoints:
             self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain), old.step)
         own = _input_state(loader) if skip_input else None
         inputs = self._ranks.gather(own)
-        self._rollbacks, self._look_at, self._last_step = self._rollbacks + 1, 0, old.step
+        self._rollbacks = self._rollbacks + 1
+        self._look_at = 0
+        self._last_step = old.step
         new = StepName(self._rollbacks, old.step)
         if self._is_owner:
             self._uploading.join()
@@ -672,7 +701,9 @@ class TrainingCheckpoints:
 def _input_state(loader: Any) -> dict[str, Any] | None:
     from datatrove_ckpt.torch.dataset import epoch_of
 
-    return None if loader is None else {"epoch": epoch_of(loader), "loader": loader.state_dict()}
+    if loader is None:
+        return None
+    return {"epoch": epoch_of(loader), "loader": loader.state_dict()}
 
 
 class _Task:

@@ -96,7 +96,8 @@ class _Loaded:
 
     def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
         """For each of these rows, its block, and its number in the block."""
-        (piece, places), pieces = self._find(rows), self.window.pieces
+        (piece, places) = self._find(rows)
+        pieces = self.window.pieces
         return pieces.block[piece], pieces.start[piece] + places - (np.cumsum(pieces.rows) - pieces.rows)[piece]
 
     def _find(self, rows: Numbers) -> tuple[Numbers, Numbers]:
@@ -109,15 +110,19 @@ class RowSource:
     """Rows of an order by their places. Holds the open window of each share that it reads, and no others."""
 
     def __init__(self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None) -> None:
-        self._index, self._order, self._columns = index, order, columns
+        self._index = index
+        self._order = order
+        self._columns = columns
         self._open: dict[int, _Loaded] = {}
 
     def rows(self, shares: Numbers, rows: Numbers) -> list[Row]:
         """The rows with these numbers in their shares."""
         found: list[Row | None] = [None] * len(shares)
-        table, names = self._index.table, self._index.blocks.names
+        table = self._index.table
+        names = self._index.blocks.names
         for places, part, (block, in_block) in self._parts(shares, rows, origins=True):
-            files, lines = table.file[block].tolist(), (table.first[block] + in_block).tolist()
+            files = table.file[block].tolist()
+            lines = (table.first[block] + in_block).tolist()
             data = part if isinstance(part, list) else part.to_pylist()
             for place, one, file, line in zip(places.tolist(), data, files, lines, strict=True):
                 found[place] = Row(one, names[file], line)
@@ -151,7 +156,8 @@ class RowSource:
             window = self._order.shares[share].window(number)
             read = np.argsort(window.pieces.block, kind="stable")
             # In the order of the files: a large row group is then decoded once for all of its blocks in the window.
-            parts, is_list = self._read(window, read), self._index.blocks.gives_dicts
+            parts = self._read(window, read)
+            is_list = self._index.blocks.gives_dicts
             loaded = [row for part in parts for row in part] if is_list else Batches(parts, window.shuffled)
             count = window.pieces.rows
             moved = np.empty_like(count)
@@ -159,7 +165,8 @@ class RowSource:
             self._open[share] = _Loaded(number, window, loaded, moved - (np.cumsum(count) - count))
 
     def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Any]:
-        blocks, pieces = self._index.blocks, window.pieces
+        blocks = self._index.blocks
+        pieces = window.pieces
         last = -1
         for place in read.tolist():
             file = blocks[int(pieces.block[place])].file
@@ -171,8 +178,12 @@ class RowSource:
             blocks.let_go(last)
 
     def _piece(self, window: OpenWindow, place: int) -> Any:
-        blocks, pieces = self._index.blocks, window.pieces
-        start, count = int(pieces.start[place]), int(pieces.rows[place])
+        blocks = self._index.blocks
+        pieces = window.pieces
+        start = int(pieces.start[place])
+        count = int(pieces.rows[place])
         rows = blocks.read(blocks[int(pieces.block[place])], self._columns)
         part = rows[start : start + count] if isinstance(rows, list) else rows.slice(start, count)
-        return owned(part) if blocks.gives_views and window.shuffled else part
+        if blocks.gives_views and window.shuffled:
+            return owned(part)
+        return part

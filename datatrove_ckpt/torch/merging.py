@@ -126,7 +126,8 @@ def _end(state: State | None, other: State | None) -> State | None:
     if state is None or other is None:
         return None
     if is_state(state):
-        slot, then = DatasetState.from_json(state).slot, DatasetState.from_json(other)
+        slot = DatasetState.from_json(state).slot
+        then = DatasetState.from_json(other)
         if slot is None or then.topology is None:
             return state
         left = Remaining(then.input["rows"], then.done).rows

@@ -105,7 +105,8 @@ class Mix(StatefulWrapper):
         if state is not None:
             one.iterable.load_state_dict(state)
         one.iterator = iter(one.iterable)
-        one.is_at_end, one.last = False, None
+        one.is_at_end = False
+        one.last = None
 
 
 _KEPT = ("passes", "has_given", "has_ended", "is_live")
@@ -183,7 +184,8 @@ class Mixing(Iterator[Any]):
             self.finished = True
         elif self._mix.at_end == "drop" or not source.has_given:
             source.is_live = False
-            source.iterable, source.iterator = None, iter(())
+            source.iterable = None
+            source.iterator = iter(())
             self._weigh()
             self.finished = not self._live
         if all(one.has_ended for one in self._sources):

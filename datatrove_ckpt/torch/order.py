@@ -84,13 +84,16 @@ class Topology:
 
     def places(self, rank: int, worker: int, samples: Numbers) -> Numbers:
         """The places, in the list that is dealt out, of a worker's samples with these numbers."""
-        turn, offset = samples // self.batch, samples % self.batch
+        turn = samples // self.batch
+        offset = samples % self.batch
         return ((turn * self.workers + worker) * self.batch + offset) * self.ranks + rank
 
     def owner(self, places: Numbers) -> tuple[Numbers, Numbers]:
         """The opposite of ``places``: the slots, and the numbers of the samples there."""
-        in_rank, rank = places // self.ranks, places % self.ranks
-        batch, offset = in_rank // self.batch, in_rank % self.batch
+        in_rank = places // self.ranks
+        rank = places % self.ranks
+        batch = in_rank // self.batch
+        offset = in_rank % self.batch
         return batch % self.workers * self.ranks + rank, batch // self.workers * self.batch + offset
 
 
@@ -122,7 +125,8 @@ class Round:
 
     def holes(self, rows: int) -> Numbers:
         """The places before ``_end`` that nobody had."""
-        low, high = min(self.counts) // self.topology.batch * self._turn_rows, min(self._end, rows)
+        low = min(self.counts) // self.topology.batch * self._turn_rows
+        high = min(self._end, rows)
         places = np.arange(low, max(low, high))
         slots, samples = self.topology.owner(places)
         return places[samples >= np.array(self.counts)[slots]]
@@ -215,11 +219,15 @@ class BlockTable:
 
     def weights(self, window: Window) -> Numbers:
         """What each block takes of the window."""
-        return self.rows if window.rows is not None else np.maximum(self.bytes, 1)
+        if window.rows is not None:
+            return self.rows
+        return np.maximum(self.bytes, 1)
 
     def mean(self, window: Window) -> float:
         """What a block takes of the window on average; 0: there are not two."""
-        return float(self.weights(window)[self.used].mean()) if len(self.used) > 1 else 0.0
+        if len(self.used) > 1:
+            return float(self.weights(window)[self.used].mean())
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +267,9 @@ class Share:
         ``files``: the file of each block; given if a window has one stretch of each file only. Then files take turns,
         because two rows of one file are always near each other.
         """
-        self._pieces, self._salt, self._files = pieces, salt, files
+        self._pieces = pieces
+        self._salt = salt
+        self._files = files
         self.rows = int(pieces.rows.sum())
         self._cuts = _cut_windows(weights, limit)
         self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1] if len(self._cuts) > 1 else np.zeros(0, int)
@@ -297,10 +307,12 @@ class EpochOrder:
 
     def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
         """For each position, its share and its row there."""
-        share, row = np.empty_like(positions), np.empty_like(positions)
+        share = np.empty_like(positions)
+        row = np.empty_like(positions)
         level = np.searchsorted(self._starts, positions, side="right") - 1
         for number in np.unique(level):
-            chosen, active = level == number, self._active[number]
+            chosen = level == number
+            active = self._active[number]
             turn = positions[chosen] - self._starts[number]
             share[chosen] = active[turn % len(active)]
             row[chosen] = self._levels[number] + turn // len(active)
@@ -320,7 +332,8 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
     opened = min(window.limit / mean, len(table.used))
     count = max((count for count in _SHARE_COUNTS if count <= opened / OPEN_BLOCKS), default=1)
     pieces = _whole(table, shuffled_blocks(table, table.used, salt))
-    cuts, ends = [table.total * number // count for number in range(count + 1)], np.cumsum(pieces.rows)
+    cuts = [table.total * number // count for number in range(count + 1)]
+    ends = np.cumsum(pieces.rows)
     parts = [_rows_between(pieces, ends, low, high) for low, high in pairwise(cuts)]
     limit = window.limit / count
     return EpochOrder([Share(part, weights[part.block], limit, hashed(salt, n)) for n, part in enumerate(parts)])
@@ -332,7 +345,8 @@ def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Wind
     A share has at least ``OPEN_BLOCKS`` blocks in its window, because a worker that reads one share mixes these alone.
     """
     salt = None if seed is None else hashed(seed, epoch)
-    share_of, shares = deal_files(table, count)[table.file[table.used]], []
+    share_of = deal_files(table, count)[table.file[table.used]]
+    shares = []
     weights = table.weights(window)
     mean = float(weights[table.used].mean()) if len(table.used) else 1.0
     limit = 0 if salt is None else max(window.limit / count, min(window.limit, OPEN_BLOCKS * mean))
@@ -349,7 +363,8 @@ def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Wind
 def deal_files(table: BlockTable, count: int) -> Numbers:
     """The share of each file, of ``count`` shares: the longest file first, each to the share with the fewest rows."""
     rows = np.bincount(table.file, weights=table.rows).astype(np.int64)
-    sums, dealt = [(0, number) for number in range(count)], np.zeros(len(rows), np.int64)
+    sums = [(0, number) for number in range(count)]
+    dealt = np.zeros(len(rows), np.int64)
     for file in np.argsort(-rows, kind="stable"):
         length, share = heappop(sums)
         heappush(sums, (length + int(rows[file]), share))
@@ -360,7 +375,9 @@ def deal_files(table: BlockTable, count: int) -> Numbers:
 def unevenness(table: BlockTable, count: int) -> float:
     """What part of the longest share the shortest one lacks, if whole files are dealt out."""
     sums = np.bincount(deal_files(table, count)[table.file], weights=table.rows, minlength=count)
-    return float(1 - sums.min() / sums.max()) if len(sums) and sums.max() else 0.0
+    if len(sums) and sums.max():
+        return float(1 - sums.min() / sums.max())
+    return 0.0
 
 
 def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
@@ -371,7 +388,8 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
     # The blocks file by file, each file's in random order; those of a stream in their own.
     within = np.where(table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt))
     own = np.lexsort((within, inverse))
-    blocks, of_file = blocks[own], inverse[own]
+    blocks = blocks[own]
+    of_file = inverse[own]
     rows = table.rows[blocks]
     sums = np.bincount(of_file, weights=rows)
     before = np.cumsum(rows) - rows - (np.cumsum(sums) - sums)[of_file]
@@ -446,7 +464,9 @@ def _cut_windows(weights: Numbers, limit: float) -> Numbers:
     """The first piece of each window, and the number of pieces. A window has one piece at least."""
     if limit <= 0:
         return np.arange(len(weights) + 1)
-    cuts, ends, first = [0], np.cumsum(weights), 0
+    cuts = [0]
+    ends = np.cumsum(weights)
+    first = 0
     while first < len(weights):
         before = ends[first] - weights[first]
         first = max(first + 1, int(np.searchsorted(ends, before + limit, side="right")))

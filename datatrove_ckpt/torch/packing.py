@@ -148,7 +148,8 @@ class Packing(Iterator[Any]):
         if not size:
             return
         for name in self._pack.columns:
-            these, held = row[name], self._held[name]
+            these = row[name]
+            held = self._held[name]
             if held and held[-1].dtype != these.dtype:
                 raise ConfigError(
                     f"{name!r} of a row is {these.dtype}, and that of the row before it {held[-1].dtype}: joined, one "
@@ -168,7 +169,9 @@ class Packing(Iterator[Any]):
         held = self._held[name]
         if len(held) > 1:
             held[:] = [np.concatenate(held)]
-        return held[0] if held else np.empty(0, np.int64)
+        if held:
+            return held[0]
+        return np.empty(0, np.int64)
 
     def _take(self, count: int) -> dict[str, Tokens]:
         stop = self._start + count
@@ -219,7 +222,9 @@ def _tokens(row: Any, name: str, columns: int) -> Tokens:
         raise _no_tokens(row, name, "parts that differ in length") from None
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
         raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}")
-    return tokens.astype(np.int64, copy=False) if tokens.dtype.kind in "iub" else tokens
+    if tokens.dtype.kind in "iub":
+        return tokens.astype(np.int64, copy=False)
+    return tokens
 
 
 def _no_tokens(row: Any, name: str, what: str) -> ConfigError:

@@ -45,7 +45,8 @@ class Ranks:
         """The lowest rank that sees this very folder: a disk of its node, or one that nodes share."""
         if self._is_alone:
             return 0
-        own, shared = folder / f".id-{uuid.uuid4().hex}", folder / ".id"
+        own = folder / f".id-{uuid.uuid4().hex}"
+        shared = folder / ".id"
         own.write_text(uuid.uuid4().hex)
         with suppress(FileExistsError):
             os.link(own, shared)

@@ -95,7 +95,8 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         del table  # it is not held while the next one is read
         if sum(one.nbytes for one in group) >= _JOINED:
             joined = owned(pa.concat_tables(group, promote_options="permissive"))
-            group, count = [], count + 1
+            group = []
+            count = count + 1
             if count % _RELEASED == 0:
                 pa.default_memory_pool().release_unused()
             yield joined
@@ -162,7 +163,9 @@ def json_row(row: Row) -> Row:
 
 
 def _json_value(value: list[Any]) -> Any:
-    return _exact_array(value) if value and type(value[0]) in (int, float) else value
+    if value and type(value[0]) in (int, float):
+        return _exact_array(value)
+    return value
 
 
 def _exact_array(values: list[Any]) -> Any:
@@ -178,7 +181,9 @@ def _exact_array(values: list[Any]) -> Any:
     is_exact = kinds == {int, float} and all(
         type(value) is float or -_EXACT_IN_FLOATS <= value <= _EXACT_IN_FLOATS for value in values
     )
-    return np.array(values, np.float64) if is_exact else values
+    if is_exact:
+        return np.array(values, np.float64)
+    return values
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
@@ -219,11 +224,15 @@ def numbers_of_lists(types: Any, chunk: pa.Array) -> tuple[Any, Any] | None:
     if not _is_numbers(types, chunk.type) or chunk.null_count or not len(chunk):
         return None
     if types.is_fixed_size_list(chunk.type):
-        numbers, lengths = chunk.flatten(), np.full(len(chunk), chunk.type.list_size)
+        numbers = chunk.flatten()
+        lengths = np.full(len(chunk), chunk.type.list_size)
     else:
         offsets = chunk.offsets.to_numpy()
-        numbers, lengths = chunk.values.slice(offsets[0], offsets[-1] - offsets[0]), np.diff(offsets)
-    return None if numbers.null_count else (numbers.to_numpy(), lengths)
+        numbers = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])
+        lengths = np.diff(offsets)
+    if numbers.null_count:
+        return None
+    return (numbers.to_numpy(), lengths)
 
 
 def _token_rows(content: Any, lengths: Any) -> list[Any]:
@@ -232,7 +241,8 @@ def _token_rows(content: Any, lengths: Any) -> list[Any]:
     rows: list[Any] = []
     begin = 0
     for group in np.split(ends, firsts[1:]):
-        copied, stops = content[begin : group[-1]].copy(), (group - begin).tolist()
+        copied = content[begin : group[-1]].copy()
+        stops = (group - begin).tolist()
         rows += [copied[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
         begin = int(group[-1])
     return rows

@@ -92,7 +92,8 @@ class DatasetState:
     def check_order(self, now: State) -> None:
         """Raises CheckpointMismatch if the state was made with another seed or window."""
         for key, name in (("shuffle_seed", "shuffle_seed"), ("window", "shuffle_window (rows, bytes)")):
-            old, new = self.order[key], now[key]
+            old = self.order[key]
+            new = now[key]
             if old != new:
                 raise CheckpointMismatch(
                     f"The state was made with {name}={old}, and this is {new}. Use the same, or start without the "
@@ -160,13 +161,15 @@ def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool
         given: how many samples it gave.
         ended: whether it has no more.
     """
-    sums, over = dict.fromkeys(ranks, 0), {rank for rank, one in zip(ranks, ended, strict=True) if one}
+    sums = dict.fromkeys(ranks, 0)
+    over = {rank for rank, one in zip(ranks, ended, strict=True) if one}
     for rank, count in zip(ranks, given, strict=True):
         sums[rank] += count
     found = sorted((count, rank) for rank, count in sums.items() if rank not in over)
     if not found or found[-1][0] - found[0][0] <= (batch if batch > 1 else 0):
         return
-    (low, low_rank), (high, high_rank) = found[0], found[-1]
+    (low, low_rank) = found[0]
+    (high, high_rank) = found[-1]
     what = (
         f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} samples, rank {high_rank} "
         f"had {high}."

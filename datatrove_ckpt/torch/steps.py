@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 Manifest = dict[str, Any]
 
 _FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
-_MANIFEST, _OWNER = "manifest.json", "owner"
+_MANIFEST = "manifest.json"
+_OWNER = "owner"
 _BLOCK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -57,7 +58,9 @@ class StepName(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> StepName | None:
         found = _NAME.fullmatch(name)
-        return cls(int(found[2] or 0), int(found[1])) if found else None
+        if found:
+            return cls(int(found[2] or 0), int(found[1]))
+        return None
 
 
 class Steps:
@@ -135,7 +138,8 @@ class Steps:
             contents: by the file's name what ``torch.save`` takes, or blocks of bytes.
             of: the manifest of the step that this is a copy of.
         """
-        staging, entries = self.folder / f".saving-{name}", dict[str, list[Any]]()
+        staging = self.folder / f".saving-{name}"
+        entries = dict[str, list[Any]]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
             entries[str(path.relative_to(staging))] = _size_and_hash(path)
             files.disk.sync(path)
@@ -241,7 +245,8 @@ class Steps:
 
     def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
         """Those of complete steps; and the steps that have none."""
-        found, incomplete = dict[StepName, Manifest](), set[StepName]()
+        found = dict[StepName, Manifest]()
+        incomplete = set[StepName]()
         for name in self.remote_names():
             try:
                 found[name] = self.remote_manifest(name)
@@ -341,7 +346,8 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 
 def _size_and_hash(path: Path) -> list[Any]:
-    digest, size = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    size = 0
     for block in blocks(path):
         digest.update(block)
         size += len(block)
@@ -358,7 +364,8 @@ def _opened(data: bytes | None, where: str, name: StepName) -> Manifest:
     try:
         manifest = orjson.loads(data)
         checksum = manifest.pop("checksum")
-        is_whole, version = _sealed(manifest) == data and checksum, manifest["format"]
+        is_whole = _sealed(manifest) == data and checksum
+        version = manifest["format"]
         saved = StepName(manifest["rollbacks"], manifest["step"])
     except (ValueError, TypeError, KeyError, AttributeError):
         is_whole = False

@@ -32,10 +32,11 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index
 from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
-from datatrove_ckpt.torch.order import OPEN_BLOCKS, Even, Topology
+from datatrove_ckpt.torch.order import OPEN_BLOCKS
 from datatrove_ckpt.torch.seals import check_seals, find_states, load_file
 from datatrove_ckpt.torch.stateful import NoSamples, StatefulIterable, StatefulWrapper
 from datatrove_ckpt.torch.states import DatasetState, Slot
+from datatrove_ckpt.torch.topology import Even, Topology
 
 Sample: TypeAlias = Any
 """Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""

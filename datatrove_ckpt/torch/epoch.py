@@ -17,22 +17,12 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.formatting import parse_bytes
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.tables import Numbers
 from datatrove_ckpt.torch.index import Index, Row, RowSource
-from datatrove_ckpt.torch.order import (
-    BlockTable,
-    EpochOrder,
-    Even,
-    Numbers,
-    Remaining,
-    Round,
-    Topology,
-    Window,
-    order_by_files,
-    order_by_rows,
-    unevenness,
-)
+from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.samples import json_row
 from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
+from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
 _UNEVEN = 0.01
 

@@ -15,9 +15,9 @@ from os import PathLike
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.order import Remaining
 from datatrove_ckpt.torch.seals import find_states, load_file, sealed
 from datatrove_ckpt.torch.states import DatasetState, Slot, check_same, check_steps, in_order, is_state, merge_states
+from datatrove_ckpt.torch.topology import Remaining
 
 _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
@@ -90,35 +90,44 @@ def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
     ended = [bool(state["finished"]) for state in states]
     if alone:
         given = [state.get("given", state.get("drawn", 0)) for state in states]
-        check_steps([state["place"][0] if state["place"] else 0 for state in states], given, ended)
-    head = {key: first[key] for key in ("kind", "version", "options", "epoch")} | {"version": 2, "worker": None}
-    own = {} if all(ended) else _packs(states) if "rest" in first else _mixes(states)
-    return head | {"place": None, "finished": all(ended)} | own
+        check_steps([(state["place"] or (0, 1))[0] for state in states], given, ended)
+    merged = {key: first[key] for key in ("kind", "version", "options", "epoch")}
+    merged |= {"worker": None, "place": None, "finished": all(ended)}
+    if all(ended):
+        return merged
+    if "rest" in first:
+        return merged | _packs(states)
+    return merged | _mixes(states)
 
 
 def _packs(states: Sequence[State]) -> State:
-    rests = [state["rest"] for state in states if any(tokens[1] for tokens in state["rest"].values())]
+    rests = [state["rest"] for state in states]
+    rests = [rest for rest in rests if any(tokens for _, tokens in rest.values())]
     return {"source": merge_all([state["source"] for state in states], alone=False), "rests": rests}
 
 
 def _mixes(states: Sequence[State]) -> State:
-    count = len(states[0]["options"]["weights"])
-    sources = [[state["sources"][number] for state in states if state["sources"]] for number in range(count)]
-    return {"drawn": sum(state["drawn"] for state in states), "sources": [_of_source(one) for one in sources]}
+    sources = zip(*(state["sources"] for state in states if state["sources"]), strict=True)
+    return {"drawn": sum(state["drawn"] for state in states), "sources": [_of_source(each) for each in sources]}
 
 
 def _of_source(workers: Sequence[State]) -> State:
     """Where one source of all workers is. Those that have passed the first pass that is not over had all of it."""
     live = [one for one in workers if one["is_live"]]
     here = min(live or workers, key=lambda one: int(one["passes"]))
-    states = [one["state"] if one["passes"] == here["passes"] else _end(one["state"], here["state"]) for one in workers]
-    kept = {
+    states = []
+    for one in workers:
+        if one["passes"] == here["passes"]:
+            states.append(one["state"])
+        else:
+            states.append(_end(one["state"], here["state"]))
+    return {
         "passes": here["passes"],
         "has_given": any(one["has_given"] or one["passes"] for one in workers),
         "has_ended": all(one["has_ended"] for one in workers),
         "is_live": bool(live),
+        "state": merge_all(states, alone=False),
     }
-    return kept | {"state": merge_all(states, alone=False)}
 
 
 def _end(state: State | None, other: State | None) -> State | None:
@@ -134,8 +143,9 @@ def _end(state: State | None, other: State | None) -> State | None:
         samples = then.topology.of_worker(left, slot.rank, slot.worker, then.even)
         return replace(then, slot=slot, samples=samples, skipped=0).to_json()
     if "rest" in state:
+        source = _end(state.get("source"), other.get("source"))
         own = {"place": state["place"], "worker": state["worker"], "finished": True, "rest": {}}
-        return {**other, **own, "source": _end(state.get("source"), other.get("source"))}
+        return {**other, **own, "source": source}
     raise CheckpointMismatch(
         "The workers are in different passes of a source that is a Mix itself: their states belong to them. Use "
         "loader.load_state_dict() with the state of this rank, and the same number of ranks and workers."

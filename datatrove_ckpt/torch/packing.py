@@ -89,7 +89,9 @@ class Pack(StatefulWrapper):
             source.load_state_dict(state["source"])
         rank, ranks = place_of(self) or (0, 1)
         own = slice(worker[0] * ranks + rank, None, ranks * worker[1])
-        rests = [state["rest"]] if "rest" in state else state.get("rests", [])[own]
+        rests = state.get("rests", [])[own]
+        if "rest" in state:
+            rests = [state["rest"]]
         held = [{name: _decoded(tokens) for name, tokens in rest.items()} for rest in rests]
         return Packing(self, source, held, state.get("given", 0))
 
@@ -106,7 +108,9 @@ class Packing(Iterator[Any]):
         self._source = source
         self._rows = iter(source)
         self._given = given
-        self._names = pack.columns + [_FIRST] * pack.positions
+        self._names = list(pack.columns)
+        if pack.positions:
+            self._names.append(_FIRST)
         self._held: dict[str, list[Tokens]] = {name: [] for name in self._names}
         self._start = 0  # how much of the first array is in samples already
         self._count = 0
@@ -130,8 +134,10 @@ class Packing(Iterator[Any]):
 
     def state(self) -> State:
         rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
-        source = end_state(self._source) if self.finished else self._source.state_dict()
-        return {"given": self._given, "source": source, "rest": rest}
+        state = {"given": self._given, "rest": rest}
+        if self.finished:
+            return state | {"source": end_state(self._source)}
+        return state | {"source": self._source.state_dict()}
 
     def _add(self, row: Any) -> None:
         columns = self._pack.columns
@@ -190,7 +196,7 @@ class Packing(Iterator[Any]):
         padded = {}
         for name, tokens in columns.items():
             missing = self._pack.length - len(tokens)
-            fill = 0 if name == _FIRST else (self._pack.pad or {})[name]
+            fill = (self._pack.pad or {}).get(name, 0)
             padded[name] = np.concatenate([tokens, np.full(missing, fill, tokens.dtype)])
             if name == _FIRST:
                 padded[name][len(tokens)] = True

@@ -14,7 +14,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.order import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
 VERSION = 2
 _KIND = "datatrove_ckpt.ReaderDataset"
@@ -67,7 +67,9 @@ class DatasetState:
         if self.slot is None:
             return shared | {"ended": self.ended}
         own = {"slot": list(self.slot), "samples": self.samples, "batch": self.batch, "even": self.even}
-        return shared | own | ({"skipped": self.skipped} if self.skipped else {})
+        if self.skipped:
+            own["skipped"] = self.skipped
+        return shared | own
 
     @classmethod
     def from_json(cls, content: State) -> DatasetState:
@@ -77,10 +79,11 @@ class DatasetState:
                 f"The state is of version {content.get('version')!r} of {content.get('kind') or 'an unknown dataset'}, "
                 f"and this release reads version {VERSION} of {_KIND}. Resume with the release that made it."
             )
-        slot = Slot(*content["slot"]) if "slot" in content else None
+        own: State = {key: content[key] for key in ("samples", "skipped", "batch", "even", "ended") if key in content}
+        if "slot" in content:
+            own["slot"] = Slot(*content["slot"])
         done = tuple(Round.from_json(one) for one in content["done"])
-        own = {key: content[key] for key in ("samples", "skipped", "batch", "even", "ended") if key in content}
-        return cls(content["epoch"], content["order"], content["input"], done, slot, **own)
+        return cls(content["epoch"], content["order"], content["input"], done, **own)
 
     def has_ended(self) -> bool:
         """Whether no sample of the epoch is left."""
@@ -166,7 +169,8 @@ def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool
     for rank, count in zip(ranks, given, strict=True):
         sums[rank] += count
     found = sorted((count, rank) for rank, count in sums.items() if rank not in over)
-    if not found or found[-1][0] - found[0][0] <= (batch if batch > 1 else 0):
+    allowed = batch if batch > 1 else 0
+    if not found or found[-1][0] - found[0][0] <= allowed:
         return
     (low, low_rank) = found[0]
     (high, high_rank) = found[-1]

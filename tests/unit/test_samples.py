@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from datatrove_ckpt.torch import samples
-from datatrove_ckpt.torch.samples import Batches, json_row, owned, table_rows
+from datatrove_ckpt.torch import batches, samples
+from datatrove_ckpt.torch.batches import Batches, owned
+from datatrove_ckpt.torch.samples import json_row, table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
 COLUMNS = {
@@ -114,7 +115,7 @@ ALL = COLUMNS | LISTS
 @pytest.fixture(params=[0, 10**6], ids=["apart", "joined"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of any size stay apart, or are joined."""
-    monkeypatch.setattr(samples, "_JOINED", request.param)
+    monkeypatch.setattr(batches, "_JOINED", request.param)
 
 
 def check(tables: list[pa.Table], rows: list[int]) -> None:

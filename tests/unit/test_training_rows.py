@@ -317,25 +317,6 @@ def test_a_state_of_many_workers_and_files_is_small(tmp_path: Path) -> None:
         state = merge(states)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count", "by", "files"),
-    [
-        ([10] * 8, 4, "auto", True),
-        ([10] * 5, 4, "auto", False),
-        ([1000, 995], 2, "auto", True),
-        ([1000, 985], 2, "auto", False),
-        ([10] * 5, 4, "files", True),
-    ],
-)
-def test_a_shard_is_whole_files_where_these_are_even(
-    tmp_path: Path, sizes: list[int], count: int, by: str, files: bool
-) -> None:
-    for number, size in enumerate(sizes):
-        (tmp_path / f"{number}.jsonl").write_bytes(b"\n" * size)
-    inputs = JsonlReader(tmp_path.as_posix())._list_inputs(0, 1, None)
-    assert inputs.are_dealt_out(count, by) == files
-
-
 _POOLS: list[Any] = []
 """A pool must outlive all that was allocated in it."""
 

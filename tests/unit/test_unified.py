@@ -14,7 +14,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers import ParquetReader, SeekingReader
-from datatrove_ckpt.torch import block_formats
+from datatrove_ckpt.torch import parquet_blocks
 from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
@@ -126,7 +126,7 @@ def test_a_row_group_is_not_read_ahead_as_a_whole(tmp_path: Path, monkeypatch: p
             sizes.append(size)
             return super().read(size) or b""
 
-    monkeypatch.setattr(block_formats, "opened", lambda folder, name: File(tmp_path / name))
+    monkeypatch.setattr(parquet_blocks, "opened", lambda folder, name: File(tmp_path / name))
     monkeypatch.setattr(DataFolder, "open", lambda folder, name, *mode: File(tmp_path / name))
     reader = ParquetReader(tmp_path.as_posix(), limit=5)
     blocks = BlockInput(reader)

@@ -23,9 +23,9 @@ from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.mirror.job import restore_job
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
-from datatrove_ckpt.mirror.mirror import Uploads
 from datatrove_ckpt.mirror.reading import unreadable
 from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.retrying import failure_line
 
 _THREADS = 32

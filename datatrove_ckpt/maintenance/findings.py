@@ -81,9 +81,15 @@ class Report:
         chunk_index: int | None = None,
         path: object = None,
     ) -> None:
-        root, number = rank.key if rank else ("", None)
-        found = Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
-        (self.unfinished if kind == "unfinished" else self.problems).append(found)
+        found = Problem(kind, message, chunk_index=chunk_index)
+        if rank is not None:
+            found.root, found.rank = rank.key
+        if path is not None:
+            found.path = str(path)
+        if kind == "unfinished":
+            self.unfinished.append(found)
+        else:
+            self.problems.append(found)
 
     @property
     def redo_advice(self) -> str:

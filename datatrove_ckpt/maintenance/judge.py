@@ -10,6 +10,7 @@ import socket
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_log import (
@@ -63,16 +64,20 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     recent = ledger.history
     written = ledger.written
     rank.add(ledger.numbers())
-    rank.last_commit = sums.at if rank.is_copy else ledger.last_commit
+    rank.last_commit = ledger.last_commit
+    if rank.is_copy:
+        rank.last_commit = sums.at
     rank.attempts = recent.attempts
     rank.seconds = sums.seconds
-    if (last := recent.last) is not None:
+    last = recent.last
+    if last is not None:
         if last.documents.read or not rank.documents:  # else more is done than that line knows
             rank.position = _reached(last, rank)
         rank.seconds = max(rank.seconds, last.seconds.total)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
+        changes = [at for name, at in written.items() if name not in (RUN, CACHE)]
+        rank.last_change = min(now, max(changes, default=0.0))
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
     if recent.last_at is None:
         times += [at for name, at in written.items() if name != COMMITS]
@@ -102,14 +107,16 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.state = "unfinished"
     elif attempt.ended is None:
         rank.state = "lost"
-        rank.as_of = recent.last.at if recent.last is not None else None
+        if recent.last is not None:
+            rank.as_of = recent.last.at
         attempt.without_a_word = True
         rank.killed += 1
         rank.lost_in_flight += attempt.in_flight
         age = duration(max(0.0, now - attempt.last_seen))
-        said = f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {rank.process}"
         rank.trouble = "lost"
-        rank.reason = said
+        rank.reason = (
+            f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {rank.process}"
+        )
     else:
         _judge_ended(rank, attempt, now)
     rank.downtime = downtime(rank.attempts)
@@ -129,10 +136,12 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
     if recent.last_at is None or last is None:
         return
     quiet = now - max(recent.last_at, uploaded)
-    if quiet > (COPY_SECONDS if rank.is_copy else SILENT_SECONDS):
-        holds = ", which holds its lock" if rank.holder is not None else ""
+    allowed = COPY_SECONDS if rank.is_copy else SILENT_SECONDS
+    if quiet > allowed:
         rank.trouble = "silent"
-        rank.reason = f"no word for {duration(quiet)} from {rank.process}{holds}"
+        rank.reason = f"no word for {duration(quiet)} from {rank.process}"
+        if rank.holder is not None:
+            rank.reason += ", which holds its lock"
         return
     seconds = recent.seconds
     if seconds:
@@ -140,16 +149,16 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         rank.waiting = last.waiting
         rank.as_of = last.at
         rank.wait = last.wait
-        rank.rates = Rates() if last.silence.lasts else recent.rates()
+        if not last.silence.lasts:
+            rank.rates = recent.rates()
     elif rank.attempt is not None and not rank.is_copy:  # the line of its start tells nothing yet: count
-        done = rank.done
-        before = last.documents
         factor = 1 / max(now - rank.attempt.started, 1.0)
-        for counts, sign in ((done, factor), (before, -factor)):
-            rank.rates.add(done_rates(counts, 0), sign)
+        rank.rates.add(done_rates(rank.done, 0), factor)
+        rank.rates.add(done_rates(last.documents, 0), -factor)
     if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
         left = max(0, rank.position.total - rank.position.done) / rank.rates.input
-        rank.time_left = left if left >= rank.wait.quiet else None
+        if left >= rank.wait.quiet:
+            rank.time_left = left
     rank.has_rate = seconds >= RATE_SECONDS - 1
     if last.silence.lasts:
         rank.trouble = "stuck"
@@ -157,46 +166,49 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
     elif last.wait.quiet >= STUCK_SECONDS:
         rank.trouble = "stuck"
         rank.reason = _stuck(recent, last, now)
-    elif loop := _barren(rank):
-        rank.trouble = "looping"
-        rank.reason = _looping(rank, loop, now)
     else:
-        _judge_restarts(rank, recent, now)
+        loop = _barren(rank)
+        if len(loop) >= LOOP_ATTEMPTS:
+            rank.trouble = "looping"
+            rank.reason = _looping(rank, loop, now)
+        else:
+            _judge_restarts(rank, recent, now)
 
 
 def _barren(rank: RankState) -> list[AttemptSummary]:
-    """The last attempts that ended by themselves and finished no document; none if they are few."""
+    """The last attempts that ended by themselves and finished no document."""
     found: list[AttemptSummary] = []
     for attempt in reversed(rank.attempts[:-1]):
         is_barren = attempt.documents is None or (attempt.own == 0 and attempt.documents >= rank.documents)
         if not is_barren or attempt.why in ("done", "stopped"):
             break
         found.append(attempt)
-    if len(found) >= LOOP_ATTEMPTS:
-        return found
-    return []
+    return found
 
 
 def _looping(rank: RankState, loop: list[AttemptSummary], now: float) -> str:
     assert rank.attempt is not None
-    how = f"; the last error: {loop[0].what}" if loop[0].ended is not None else ""
-    silent = sum(one.ended is None for one in loop)
-    ended = f", {silent} of them killed" if silent else ""
-    return (
-        f"the last {len(loop)} attempts ended{ended}, and no document was finished for "
-        f"{duration(now - loop[-1].started)}; attempt {rank.attempt.number} runs{how}"
-    )
+    text = f"the last {len(loop)} attempts ended"
+    killed = sum(attempt.ended is None for attempt in loop)
+    if killed:
+        text += f", {killed} of them killed"
+    text += f", and no document was finished for {duration(now - loop[-1].started)}"
+    text += f"; attempt {rank.attempt.number} runs"
+    if loop[0].ended is not None:
+        text += f"; the last error: {loop[0].what}"
+    return text
 
 
 def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
     lately = [event for event in recent.servers if now - event.at <= STUCK_SECONDS]
     restarts = sum(event.what == "restart" for event in lately)
-    if restarts >= MAX_RESTARTS:
-        death = next((event for event in reversed(lately) if event.what == "death" and event.why), None)
-        why = f"; one died of: {death.why}" if death is not None else ""
-        span = duration(STUCK_SECONDS)
-        rank.trouble = "restarting"
-        rank.reason = f"its servers were started again {restarts} times in {span}{why}"
+    if restarts < MAX_RESTARTS:
+        return
+    rank.trouble = "restarting"
+    rank.reason = f"its servers were started again {restarts} times in {duration(STUCK_SECONDS)}"
+    deaths = [event.why for event in lately if event.what == "death" and event.why]
+    if deaths:
+        rank.reason += f"; one died of: {deaths[-1]}"
 
 
 def find_outages(ranks: Sequence[RankState]) -> None:
@@ -213,18 +225,34 @@ def find_outages(ranks: Sequence[RankState]) -> None:
 
 def _stuck(recent: RecentHistory, last: Progress, now: float) -> str:
     nothing = f"no answer and no document for {duration(last.wait.quiet + now - last.at)}"
-    event = recent.servers[-1] if recent.servers else None
-    if event is not None and event.what in ("start", "restart", "death"):
-        why = f" ({event.why})" if event.why else ""
-        words = {"start": "is starting", "restart": "is starting again", "death": "died"}
-        server = f"its server {event.name}" if " " in event.name else "its server"  # of one of several models
-        since = f"{server} {words[event.what]} since {duration(now - event.at)}"
-        return f"{nothing}: {since if event.what != 'death' else f'{server} died{why}'}"
+    server = _server_at_work(recent, now)
+    if server:
+        return f"{nothing}: {server}"
+    text = f"{nothing}: {plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
     first = recent.window[0] if recent.window else last
-    lately = {name: count - first.own.errors.get(name, 0) for name, count in last.own.errors.items()}
-    errors = ", ".join(f"{count} {name}" for name, count in Counter(lately).most_common(3) if count > 0)
-    queue = f"{plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
-    return f"{nothing}: {queue}" + (f"; errors in the last {duration(recent.seconds)}: {errors}" if errors else "")
+    lately = Counter(last.own.errors) - Counter(first.own.errors)
+    if lately:
+        errors = ", ".join(f"{count} {name}" for name, count in lately.most_common(3))
+        text += f"; errors in the last {duration(recent.seconds)}: {errors}"
+    return text
+
+
+def _server_at_work(recent: RecentHistory, now: float) -> str:
+    """What the last line about a server says of one that does not serve; empty if it serves."""
+    if not recent.servers:
+        return ""
+    event = recent.servers[-1]
+    server = "its server"
+    if " " in event.name:  # of one of several models
+        server += f" {event.name}"
+    since = duration(now - event.at)
+    if event.what == "start":
+        return f"{server} is starting since {since}"
+    if event.what == "restart":
+        return f"{server} is starting again since {since}"
+    if event.what == "death":
+        return f"{server} died ({event.why})" if event.why else f"{server} died"
+    return ""
 
 
 def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
@@ -234,10 +262,10 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
         rank.trouble = "failed"
         rank.reason = f"{ago} on {attempt.host}: {attempt.what}"
     elif attempt.why == "stopped":
+        by = f" by {attempt.what}" if attempt.what else ""
         rank.state = "interrupted"
-        what = f" by {attempt.what}" if attempt.what else ""
         rank.trouble = "interrupted"
-        rank.reason = f"stopped{what} {ago}; what it did is saved"
+        rank.reason = f"stopped{by} {ago}; what it did is saved"
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown
 
@@ -252,18 +280,20 @@ def find_slow(ranks: Sequence[RankState]) -> None:
     running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
     running = [rank for rank in running if not rank.wait.all_started]
     measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
-    finished = [speed for rank in measured if (speed := _speed(rank.work, rank.seconds))[1]]
-    peers = [speed for rank in running if (speed := _speed(rank.rates))[1]] + finished
+    finished = [_speed(rank.work, rank.seconds) for rank in measured]
+    finished = [speed for speed in finished if speed.tokens]
+    peers = [_speed(rank.rates) for rank in running]
+    peers = [speed for speed in peers if speed.tokens] + finished
     if len(peers) < _MIN_PEERS:
         return
-    documents, tokens = (statistics.median(numbers) for numbers in zip(*peers, strict=True))
+    documents = statistics.median(speed.documents for speed in peers)
+    tokens = statistics.median(speed.tokens for speed in peers)
+    among = f" ({len(finished)} of them finished)" if finished else ""
     for rank in running:
         own = _speed(rank.rates)
-        if own[0] < SLOW_SHARE * documents and own[1] < SLOW_SHARE * tokens:
-            among = f" ({len(finished)} of them finished)" if finished else ""
-            said = f"{own[0]:.3g} documents/s; the median of {len(peers)} ranks{among} is {documents:.3g}"
+        if own.documents < SLOW_SHARE * documents and own.tokens < SLOW_SHARE * tokens:
             rank.trouble = "slow"
-            rank.reason = said
+            rank.reason = f"{own.documents:.3g} documents/s; the median of {len(peers)} ranks{among} is {documents:.3g}"
 
 
 def find_left(ranks: Sequence[RankState]) -> None:
@@ -276,9 +306,16 @@ def find_left(ranks: Sequence[RankState]) -> None:
             rank.reason = "nothing runs, and it is not finished; what it did is saved"
 
 
-def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
-    """Documents and tokens per second of what was done in so many; requests, if no server counts tokens."""
-    return done.documents / seconds, (done.prompt_tokens + done.completion_tokens or done.requests) / seconds
+class _Speed(NamedTuple):
+    """Per second; ``tokens`` are requests, if no server counts tokens."""
+
+    documents: float
+    tokens: float
+
+
+def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> _Speed:
+    tokens = done.prompt_tokens + done.completion_tokens or done.requests
+    return _Speed(done.documents / seconds, tokens / seconds)
 
 
 def done_rates(counts: DocumentCounts, done: int) -> Rates:

@@ -60,29 +60,36 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     """
     found = find_ranks(place.folder)
     state = RunState(place.what, place.is_copy, time.time() if now is None else now)
-    state.given = place.given if place.config else ()
-    limits = Limits(*(min(_MOST_BYTES, budget // len(found)) for budget in (_JOURNAL_BYTES, _LETTER_BYTES)))
-    tasks = [(*one, limits, state.read_at, _copied_at(place, *one[:2])) for one in found]
+    limits = Limits(min(_MOST_BYTES, _JOURNAL_BYTES // len(found)), min(_MOST_BYTES, _LETTER_BYTES // len(found)))
+    tasks = [
+        (root, number, folder, limits, state.read_at, _copied_at(place, root, number)) for root, number, folder in found
+    ]
     try:
-        for rank in _read_all(tasks):
-            rank.reason = place.said(rank.reason)
-            (state.retries if rank.root else state.ranks).append(rank)
+        ranks = _read_all(tasks)
     except PermissionError as error:
         raise not_permitted(place.folder, error) from None
+    for rank in ranks:
+        rank.reason = place.said(rank.reason)
+    state.ranks = [rank for rank in ranks if not rank.root]
+    state.retries = [rank for rank in ranks if rank.root]
     run = _first_run(state.ranks)
-    state.identity = {"format": run["format"], **settings_in(run)} if run else {}
+    if run:
+        state.identity = {"format": run["format"], **settings_in(run)}
     changes = run.get("accepted_changes", [])
     with suppress(CheckpointError, OSError):
         changes = changes + read_run(place.folder / layout.JOB).get("accepted_changes", [])
     state.mixed = mixed_settings(changes)
-    state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
+    state.tasks = int(state.identity.get("tasks") or 0)
+    if place.config:
+        state.given = place.given
+        state.tasks = state.tasks or place.tasks
     _sort_out(state, place.folder)
     find_outages(state.ranks + state.retries)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
-    words = [rank.last_word for rank in (*state.ranks, *state.retries) if rank.last_word is not None]
+    words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
     state.newest = max(words, default=None)
     return state
 
@@ -94,11 +101,11 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
         CheckpointLocked: one does.
     """
     state = read_run_state(place)
-    running = {(rank.root, rank.rank): rank for rank in (*state.ranks, *state.retries) if rank.state == "running"}
+    running = {(rank.root, rank.rank): rank.process for rank in state.ranks + state.retries if rank.state == "running"}
     for rank in ranks:
-        if (found := running.get(rank.key)) is not None:
+        if rank.key in running:
             raise CheckpointLocked(
-                f"{rank.place}: {found.process} works on this rank, or was killed less than 20 minutes "
+                f"{rank.place}: {running[rank.key]} works on this rank, or was killed less than 20 minutes "
                 f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
                 "command again."
             )
@@ -111,7 +118,9 @@ _WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
 
 def _read_all(tasks: list[_Task]) -> list[RankState]:
     """Reads the ranks; very many of them in several processes. A fork is safe only while there is one thread."""
-    processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    processes = 1
+    if hasattr(os, "sched_getaffinity"):
+        processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
     if len(tasks) < _MANY or processes < 2 or threading.active_count() > 1:
         return _read_some(tasks)
     parts = [tasks[start : start + _PART] for start in range(0, len(tasks), _PART)]
@@ -145,7 +154,9 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
     if place.mirror is None:
         return None
     copied = place.mirror.ranks.get(f"{root}/{number:05d}".lstrip("/"))
-    return (copied.when if copied else None) or 0.0
+    if copied is None:
+        return 0.0
+    return copied.when or 0.0
 
 
 def _first_run(ranks: list[RankState]) -> Json:

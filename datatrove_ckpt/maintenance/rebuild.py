@@ -28,7 +28,9 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
     whole.sort(key=lambda commit: (commit.dead_letters_size, commit.counts.dead == 0))
     fitting = _fitting(whole, per_chunk)
     plan = Redo(rank, None, [commit for commit in whole if fitting.get(commit.chunk_index) is commit])
-    top = max(-1 if last is None else last, *(commit.chunk_index for commit in whole), -1)
+    top = max([commit.chunk_index for commit in whole], default=-1)
+    if last is not None:
+        top = max(top, last)
     plan.lost = [index for index in range(top + 1) if index not in fitting]
     end = 0
     for commit in plan.kept:

@@ -43,8 +43,9 @@ class Redo:
             what = f"take back its commit, to have {plural(commit.counts.read, 'document')} processed again"
             if commit.counts.dead:
                 what += f", {plural(commit.counts.dead, 'dead letter')} among them"
-            names = ", ".join(file.path for file in commit.files)
-            yield f"{name_place(*key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
+            if commit.files:
+                what += f"; remove {', '.join(file.path for file in commit.files)}"
+            yield f"{name_place(*key, commit.chunk_index)}: {what}"
         if len(self.lost) > _NAMED_ONE_BY_ONE:
             yield f"{place}: mark chunks {ranges(self.lost)} as not done"
         else:

@@ -163,7 +163,8 @@ def _keep_damaged_log(path: Path) -> None:
 
 def _correct_last_chunk(path: Path, commits: list[int]) -> None:
     """Writes what the file for people must name once these commits are all there are. Survives power loss."""
-    if unbroken := count_unbroken(commits):
+    unbroken = count_unbroken(commits)
+    if unbroken:
         files.disk.make_dirs(path.parent)
         write_last_chunk(path, unbroken - 1)
     elif path.exists():

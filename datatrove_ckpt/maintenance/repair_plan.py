@@ -59,7 +59,8 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     for problem in report.problems:
         if problem.kind == "commits":
             damaged = next(rank for rank in report.ranks if rank.key == (problem.root, problem.rank))
-            if isinstance(found := plan_rebuild(damaged), Redo):
+            found = plan_rebuild(damaged)
+            if isinstance(found, Redo):
                 plan.redo.append(found)
                 continue
             plan.left.append(f"{damaged.place}: its commits cannot be rebuilt: {found}")
@@ -93,7 +94,8 @@ def check_output_folder(report: Report) -> None:
         is_owned(report)
     except OutputMismatch as refusal:
         raise ConfigError(f"{refusal} Nothing was changed.") from refusal
-    if other := other_run(report.checkpoints, report.output):
+    other = other_run(report.checkpoints, report.output)
+    if other is not None:
         raise ConfigError(f"--output: {report.output} belongs to the run in {other}. Nothing was changed.")
     recorded = recorded_output_of(report)
     if stands_elsewhere(recorded, report.folder) and other_run(report.checkpoints, recorded) is None:
@@ -112,7 +114,10 @@ def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: se
     commits = read_commits(rank.commits_file)
     to_redo = {problem.chunk_index for problem in problems if problem.kind in REDO_KINDS}
     for commit in commits.values():
-        if commit.chunk_index in to_redo and (obstacle := _obstacle(rank, commits, commit, shared)):
+        if commit.chunk_index not in to_redo:
+            continue
+        obstacle = _obstacle(rank, commits, commit, shared)
+        if obstacle is not None:
             to_redo.discard(commit.chunk_index)
             plan.left.append(f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}")
     kept = {index: commit for index, commit in commits.items() if index not in to_redo}

@@ -38,7 +38,8 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     totals.dead_letters = few(totals.dead_letters)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
-    totals.started = spans[0][0] if spans else None
+    if spans:
+        totals.started = spans[0][0]
     totals.working_seconds = _covered(spans)
     totals.average = _average(totals)
     _add_input(totals, ranks)
@@ -73,9 +74,13 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
 def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
     """Start and end of each attempt. One that runs has worked until now, though its last line is older."""
     for attempt in rank.attempts:
-        runs = rank.state == "running" and attempt is rank.attempt and not rank.is_copy
-        seen = max(attempt.last_seen, rank.last_change) if attempt is rank.attempt else attempt.last_seen
-        yield attempt.started, now if runs else attempt.ended or seen
+        end = attempt.ended or attempt.last_seen
+        if attempt is rank.attempt:
+            if rank.state == "running" and not rank.is_copy:
+                end = now
+            elif not attempt.ended:
+                end = max(end, rank.last_change)
+        yield attempt.started, end
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -119,7 +124,8 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
-    totals.average.input = done / totals.working_seconds if totals.average.documents else 0.0
+    if totals.average.documents:
+        totals.average.input = done / totals.working_seconds
     totals.time_left = _time_left(totals, ranks)
 
 

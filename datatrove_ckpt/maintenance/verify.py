@@ -66,7 +66,9 @@ def verify(
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
-    command = f"{repair_command(*(given or [str(checkpoints)]), output=output)}{' --full' if full else ''}"
+    command = repair_command(*(given or [str(checkpoints)]), output=output)
+    if full:
+        command += " --full"
     report = Report(checkpoints, command)
     for rank in read_ranks(checkpoints, CHECKED):
         report.ranks.append(rank)
@@ -138,9 +140,9 @@ def _check_rank(report: Report, rank: RankLedger) -> None:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
         report.add_problem(kind, str(rank.damage), rank)
         return
-    countable = is_known(str(rank.run.get("output_writer")))
+    is_countable = is_known(str(rank.run.get("output_writer")))
     for commit in rank.commits.values():
-        documents = commit.counts.written if countable else None
+        documents = commit.counts.written if is_countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
     _check_ordinals(report, rank)
     _check_dead_letters(report, rank)
@@ -233,11 +235,12 @@ def _check_settings(report: Report) -> None:
 
 def accepted_changes(*ranks: RankLedger) -> list[Json]:
     """The changes that the user has accepted for these ranks of a job, or for the whole job."""
-    found = [change for rank in ranks if rank.run for change in rank.run.get("accepted_changes", [])]
+    runs = [rank.run for rank in ranks]
     job = ranks[0].folder.parent / JOB
     with suppress(CheckpointError):
-        found += read_run(job).get("accepted_changes", []) if job.exists() else []
-    return found
+        if job.exists():
+            runs.append(read_run(job))
+    return [change for run in runs for change in run.get("accepted_changes", [])]
 
 
 def _check_ranks(report: Report) -> None:

@@ -20,17 +20,21 @@ def check_columns(report: Report) -> None:
     firsts: dict[str, tuple[str, Schema]] = {}
     found: dict[tuple[str, str], list[tuple[CommittedChunk, str, Misfit]]] = defaultdict(list)
     for path, chunk in sorted(files.items()):
-        if path in broken or (schema := read_schema(report.folder, path)) is None:
+        if path in broken:
+            continue
+        schema = read_schema(report.folder, path)
+        if schema is None:
             continue
         first, expected = firsts.setdefault(dirname(path), (path, schema))
         for why in misfits(expected, schema):
             found[first, why.column].append((chunk, path, why))
     for (first, column), misfitting in found.items():
         chunk, path, why = misfitting[0]
-        more = f" So {plural(len(misfitting) - 1, 'more file')}." if len(misfitting) > 1 else ""
         message = (
             f"{path} does not load after {first}, or as text: column {column!r} is {why.later} there, and {why.first} "
-            f"in the first file, whose types loaders take.{more} Give the loader a schema, or start over with one for "
-            "ParquetWriter."
+            "in the first file, whose types loaders take."
         )
+        if len(misfitting) > 1:
+            message += f" So {plural(len(misfitting) - 1, 'more file')}."
+        message += " Give the loader a schema, or start over with one for ParquetWriter."
         report.add_problem("columns", message, chunk.rank, chunk.index, path)

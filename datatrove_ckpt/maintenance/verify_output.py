@@ -94,7 +94,9 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
                         found.note(path, info["size"], _stamp(folder, path, info), committed.get(path))
                 there = bool(found.sizes) or folder.exists("")
     except (OSError, OutputFailed) as failure:
-        error = failure.__cause__ or failure if isinstance(failure, OutputFailed) else failure
+        error: BaseException = failure
+        if isinstance(failure, OutputFailed):
+            error = failure.__cause__ or failure
         report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
         return None
     if not there and not folder_is_given and report.sums.numbers.files:
@@ -164,12 +166,19 @@ def _check_duplicates(report: Report) -> set[str]:
 
 
 def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool) -> None:
-    wrong = [(file.path, *why) for file in chunk.files if (why := _wrong(report, file, found, full)) is not None]
-    for path, kind, text in wrong:
-        advice = report.redo_advice if kind in REDO_KINDS else ""
-        report.add_problem(kind, f"{path} {text}.{advice}", chunk.rank, chunk.index, path)
+    is_right = True
+    for file in chunk.files:
+        wrong = _wrong(report, file, found, full)
+        if wrong is None:
+            continue
+        is_right = False
+        kind, text = wrong
+        message = f"{file.path} {text}."
+        if kind in REDO_KINDS:
+            message += report.redo_advice
+        report.add_problem(kind, message, chunk.rank, chunk.index, file.path)
     # On the hub, a footer costs some requests of the limit; that the content is the committed one says as much.
-    if full and not wrong and report.hub is None:
+    if full and is_right and report.hub is None:
         _check_documents(report, chunk)
 
 
@@ -205,8 +214,10 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
 def _count_documents(folder: DataFolder, path: str) -> int | None:
     """The number of documents in a file; None if the file's format is unknown here."""
     with suppress(ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or no codec
-        if (known := format_of_file(path)) is not None:
-            with folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
+        known = format_of_file(path)
+        if known is not None:
+            compression = None if known.is_compressed else "infer"
+            with folder.open(path, "rb", compression=compression) as file:
                 return known.count(file)
     return None
 
@@ -230,11 +241,13 @@ class _Uncommitted:
         if path.startswith(f"{STAGING}/"):
             self._report.add_problem("foreign", f"{path}: {_STAGED}", path=path)
             return
-        matches = [match for pattern in self._patterns if (match := pattern.fullmatch(path))]
-        advice = f"{stray_advice(1)}." if matches else _OF_ANOTHER_NAME
-        if not matches and self._report.hub is not None:
-            return  # a repository holds other things, too: a card, other jobs' files
-        for match in matches:
+        matches = [pattern.fullmatch(path) for pattern in self._patterns]
+        advice = f"{stray_advice(1)}."
+        if not any(matches):
+            advice = _OF_ANOTHER_NAME
+            if self._report.hub is not None:
+                return  # a repository holds other things, too: a card, other jobs' files
+        for match in filter(None, matches):
             key, chunk_index = rank_and_chunk(match)
             rank = self._ranks.get(key)
             if rank is not None and rank.state == "damaged":
@@ -268,7 +281,9 @@ class _Uncommitted:
         """A rank as it is now, if it is there, and the files that it has committed: it may have gone on meanwhile."""
         if key not in self._later:
             folder = rank_folder(self._report.checkpoints / key[0], key[1])
-            now = read_rank(*key, folder, Want.COMMITS) if folder.exists() else None
-            commits = now.commits.values() if now is not None else ()
-            self._later[key] = now, {file.path for commit in commits for file in commit.files}
+            self._later[key] = None, set()
+            if folder.exists():
+                now = read_rank(*key, folder, Want.COMMITS)
+                paths = {file.path for commit in now.commits.values() for file in commit.files}
+                self._later[key] = now, paths
         return self._later[key]

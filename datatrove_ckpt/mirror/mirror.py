@@ -192,8 +192,10 @@ class RemoteMirror:
             left = began + max(intervals * interval, _MIN_WAIT_SECONDS) - time.monotonic()
             if left <= 0:
                 return
+            if self._looks:
+                left = min(left, _SEEN_SECONDS)
             with suppress(queue.Empty):
-                if get_within(self._wake, min(left, _SEEN_SECONDS) if self._looks else left):
+                if get_within(self._wake, left):
                     return
 
     def _look(self) -> None:
@@ -238,11 +240,13 @@ class RemoteMirror:
                 raise self._without_version() from error
             if not self._given_up:
                 self._failures += 1
-                after = "." if self._stopping else ". The run continues and tries again later."
-                logger.warning(
-                    f"Could not mirror the checkpoint to {self.url}: {self._failure}. What is newer than the "
-                    f"last version is saved on this node only{after}"
+                warning = (
+                    f"Could not mirror the checkpoint to {self.url}: {self._failure}. What is newer than the last "
+                    "version is saved on this node only."
                 )
+                if not self._stopping:
+                    warning += " The run continues and tries again later."
+                logger.warning(warning)
             return int(retrying.MIRROR.wait(self._failures))
         if self._failures:
             logger.info(f"The checkpoint is mirrored to {self.url} again.")

@@ -35,7 +35,8 @@ class Seal:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        *_, parent, folder = ["", *url.rstrip("/").split("/")]
+        parents, _, folder = url.rstrip("/").rpartition("/")
+        parent = parents.rpartition("/")[2]
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
         self._place = f"{parent}/{folder}" if retry_number(parent) is not None else folder
         self._key = Key.wrap(os.environ.get(MIRROR_KEY_VARIABLE))

@@ -107,8 +107,9 @@ def _packs(states: Sequence[State]) -> State:
 
 
 def _mixes(states: Sequence[State]) -> State:
-    sources = zip(*(state["sources"] for state in states if state["sources"]), strict=True)
-    return {"drawn": sum(state["drawn"] for state in states), "sources": [_of_source(each) for each in sources]}
+    of_workers = [state["sources"] for state in states if state["sources"]]
+    sources = [_of_source(workers) for workers in zip(*of_workers, strict=True)]
+    return {"drawn": sum(state["drawn"] for state in states), "sources": sources}
 
 
 def _of_source(workers: Sequence[State]) -> State:

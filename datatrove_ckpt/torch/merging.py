@@ -58,7 +58,7 @@ def check_snapshots(content: object) -> None:
 
 def is_ours(content: object) -> bool:
     """Whether this is a state of a ``ReaderDataset``, ``Pack`` or ``Mix``."""
-    return is_state(content) or (isinstance(content, Mapping) and {"kind", "options", "worker"} <= content.keys())
+    return is_state(content) or (isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys())
 
 
 def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
@@ -82,17 +82,16 @@ def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
 
 def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
     first = states[0]
-    if first["worker"] is None:
+    if first["slot"] is None:
         check_same(states, first, State.get)
         return first  # merged before
-    slots = [Slot(*(state["place"] or (0, 1)), *(state["worker"] or (0, 0))) for state in states]
-    states = in_order(slots, states)
+    states = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
     ended = [bool(state["finished"]) for state in states]
     if alone:
         given = [state.get("given", state.get("drawn", 0)) for state in states]
-        check_steps([(state["place"] or (0, 1))[0] for state in states], given, ended)
+        check_steps([state["slot"][0] for state in states], given, ended)
     merged = {key: first[key] for key in ("kind", "version", "options", "epoch")}
-    merged |= {"worker": None, "place": None, "finished": all(ended)}
+    merged |= {"slot": None, "finished": all(ended)}
     if all(ended):
         return merged
     if "rest" in first:
@@ -145,7 +144,7 @@ def _end(state: State | None, other: State | None) -> State | None:
         return replace(then, slot=slot, samples=samples, skipped=0).to_json()
     if "rest" in state:
         source = _end(state.get("source"), other.get("source"))
-        own = {"place": state["place"], "worker": state["worker"], "finished": True, "rest": {}}
+        own = {"slot": state["slot"], "finished": True, "rest": {}}
         return {**other, **own, "source": source}
     raise CheckpointMismatch(
         "The workers are in different passes of a source that is a Mix itself: their states belong to them. Use "

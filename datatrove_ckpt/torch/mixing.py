@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.stateful import StatefulWrapper, at_epoch, end_state
+from datatrove_ckpt.torch.states import Slot
 
 AtEnd: TypeAlias = Literal["stop", "drop", "repeat"]
 
@@ -82,11 +83,11 @@ class Mix(StatefulWrapper):
     def _options(self) -> State:
         return {"weights": self.weights, "seed": self.seed, "at_end": self.at_end}
 
-    def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Mixing:
+    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Mixing:
         if state is None:
             state = {"drawn": 0, "sources": [None] * len(self._sources)}
         started = [self._start(number, epoch, each) for number, each in enumerate(state["sources"])]
-        draws = f"{self.seed}/{epoch}/{self.rank}/{worker[0]}/{worker[1]}"
+        draws = f"{self.seed}/{epoch}/{self.rank}/{slot.worker}/{slot.workers}"
         return Mixing(self, epoch, draws, started, int(state["drawn"]))
 
     def _source_states(self, state: State) -> list[State | None]:

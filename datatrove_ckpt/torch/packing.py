@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.stateful import StatefulWrapper, end_state, place_of
+from datatrove_ckpt.torch.stateful import StatefulWrapper, end_state
+from datatrove_ckpt.torch.states import Slot
 
 Tokens: TypeAlias = npt.NDArray[Any]
 Fill: TypeAlias = int | Mapping[str, int]
@@ -82,13 +83,12 @@ class Pack(StatefulWrapper):
         names = ("length", "columns", "separator", "pad", "positions")
         return {name: getattr(self, name) for name in names}
 
-    def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Packing:
+    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Packing:
         (source,) = self._sources
         state = state or {}
         if state:
             source.load_state_dict(state["source"])
-        rank, ranks = place_of(self) or (0, 1)
-        own = slice(worker[0] * ranks + rank, None, ranks * worker[1])
+        own = slice(slot.worker * slot.world_size + slot.rank, None, slot.world_size * slot.workers)
         rests = state.get("rests", [])[own]
         if "rest" in state:
             rests = [state["rest"]]

@@ -21,6 +21,7 @@ from weakref import ref
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.seals import check_seals, sealed
+from datatrove_ckpt.torch.states import Slot
 
 if TYPE_CHECKING:
 
@@ -353,7 +354,7 @@ class StatefulWrapper(StatefulIterable):
                 )
         self._sources = list(sources)
         self._epoch = 0
-        self._worker = (0, 1)
+        self._slot = Slot(0, 1, 0, 1)
         """Of the latest iteration, as ``_epoch``."""
 
     @abstractmethod
@@ -365,7 +366,7 @@ class StatefulWrapper(StatefulIterable):
         """The states of the sources, in their order. None: that of one that had ended."""
 
     @abstractmethod
-    def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Iteration:
+    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
         """Starts an iteration, or resumes it."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -386,13 +387,14 @@ class StatefulWrapper(StatefulIterable):
     def _begin(self, number: int | None, workers: int) -> Iteration:
         if number is None:
             self._shared.forget_workers()
-        worker = (number or 0, workers)
-        epoch, iteration = self._begin_or_resume(number, worker)
+        rank, ranks = place_of(self) or (0, 1)
+        slot = Slot(rank, ranks, number or 0, workers)
+        epoch, iteration = self._begin_or_resume(number, slot)
         self._epoch = epoch
-        self._worker = worker
+        self._slot = slot
         return iteration
 
-    def _begin_or_resume(self, number: int | None, worker: tuple[int, int]) -> tuple[int, Iteration]:
+    def _begin_or_resume(self, number: int | None, slot: Slot) -> tuple[int, Iteration]:
         epoch = self._shared.epoch
         try:
             state = self._loaded.take(number)
@@ -401,16 +403,16 @@ class StatefulWrapper(StatefulIterable):
         if state is not None and state["finished"] and epoch > state["epoch"]:
             state = None  # of the end of an epoch before
         if state is None:
-            again = self._shared.comes_again(self, epoch, number, worker[1])
+            again = self._shared.comes_again(self, epoch, number, slot.workers)
             if again is not None:
                 return epoch, NoSamples(again)
-            return epoch, self._iteration(epoch, worker, None)
-        self._check_place(state, epoch, worker)
+            return epoch, self._iteration(epoch, slot, None)
+        self._check_place(state, epoch, slot)
         epoch = int(state["epoch"])
         if state["finished"]:
             self._shared.note_resumed_at_end(number)
             return epoch, NoSamples(state=state)
-        return epoch, self._iteration(epoch, worker, state)
+        return epoch, self._iteration(epoch, slot, state)
 
     def _start_state(self) -> State:
         raise ConfigError(
@@ -419,12 +421,11 @@ class StatefulWrapper(StatefulIterable):
         )
 
     def _state(self) -> State:
-        place = place_of(self)
         # The iteration's state comes first: it may notice that it has finished.
         state: State = self._running.state()
         head = {"kind": type(self).__name__, "version": _VERSION, "options": self._options()}
-        head |= {"epoch": self._epoch, "worker": list(self._worker), "place": place and list(place)}
-        return head | {"finished": self._running.finished} | state
+        head |= {"epoch": self._epoch, "slot": list(self._slot), "finished": self._running.finished}
+        return head | state
 
     def check_state(self, state: State) -> None:
         """Raises what ``load_state_dict`` does, and loads nothing."""
@@ -447,36 +448,27 @@ class StatefulWrapper(StatefulIterable):
 
     def made(self, state: State, workers: int) -> bool:
         """Whether a worker of this rank made the state, with as many ranks and ``workers`` as there are now."""
-        if state["worker"] is None:
+        if state["slot"] is None:
             return True  # of all workers
-        own = state["worker"][1] == workers and state["place"] == [*(place_of(self) or ())]
-        return own and all(one.made(its, workers) for one, its in self._sources_with(state))
+        rank, ranks = place_of(self) or (0, 1)
+        is_own = state["slot"] == [rank, ranks, state["slot"][2], workers]
+        return is_own and all(source.made(its, workers) for source, its in self._sources_with(state))
 
     def _sources_with(self, state: State) -> list[tuple[Any, State]]:
         found = zip(self._sources, self._source_states(state), strict=False)
         return [(source, its) for source, its in found if its is not None]
 
-    def _check_place(self, state: State, epoch: int, worker: tuple[int, int]) -> None:
+    def _check_place(self, state: State, epoch: int, slot: Slot) -> None:
         name = type(self).__name__
         if self._shared.epoch_was_set and epoch != state["epoch"]:
             raise CheckpointMismatch(
                 f"The state of {name} was made in epoch {state['epoch']}, and set_epoch said {epoch}. Continue with "
                 f"epoch {state['epoch']}, or start epoch {epoch} without the state."
             )
-        if state["worker"] is None:
-            return  # of all workers
-        if tuple(state["worker"]) != worker:
+        if state["slot"] is not None and Slot(*state["slot"]) != slot:
             raise CheckpointMismatch(
-                f"The state of {name} was made by worker {state['worker'][0]} of {state['worker'][1]}, and this is "
-                f"worker {worker[0]} of {worker[1]}. Resume with the same num_workers, or give the states of all ranks "
-                "to datatrove_ckpt.torch.restore(loader, states)."
-            )
-        then = state["place"]
-        now = place_of(self)
-        if then and now and tuple(then) != now:
-            raise CheckpointMismatch(
-                f"The state of {name} was made by rank {then[0]} of {then[1]}, and this is rank {now[0]} of {now[1]}. "
-                "Resume with the same world_size, and each rank with its own state, or give the states of all ranks to "
+                f"The state of {name} was made by {Slot(*state['slot'])}, and this is {slot}. Resume with the same "
+                "world_size and num_workers, and each rank with its own state, or give the states of all ranks to "
                 "datatrove_ckpt.torch.restore(loader, states)."
             )
 
@@ -499,7 +491,7 @@ class NoSamples(Iterator[Any]):
         return self._state
 
 
-_HEAD = ("kind", "version", "options", "epoch", "worker", "place", "finished")
+_HEAD = ("kind", "version", "options", "epoch", "slot", "finished")
 
 
 def end_state(source: Any) -> State | None:

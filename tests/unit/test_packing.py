@@ -168,8 +168,10 @@ def test_states_of_another_setting_class_epoch_or_worker_are_refused() -> None:
     with pytest.raises(CheckpointMismatch, match="made in epoch 0, and set_epoch said 4"):
         iter(pack)
     other = Pack(Rows([]), 4)
-    other.load_state_dict(sealed(state | {"worker": [1, 2]}))
-    with pytest.raises(CheckpointMismatch, match="worker 1 of 2, and this is worker 0 of 1"):
+    other.load_state_dict(sealed(state | {"slot": [0, 1, 1, 2]}))
+    with pytest.raises(
+        CheckpointMismatch, match="worker 1 of num_workers=2, and this is rank 0 of world_size=1, worker 0"
+    ):
         iter(other)
 
 

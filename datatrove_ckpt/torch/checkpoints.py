@@ -252,7 +252,7 @@ class TrainingCheckpoints:
 
     def _look(self, step: int) -> tuple[float, bool, float]:
         """What all ranks agree on: why to stop, 0 if not; whether to save; how many seconds a step takes."""
-        (last, at) = self._looked
+        last, at = self._looked
         now = time.monotonic()
         self._looked = step, now
         stops = 0.0

@@ -105,9 +105,8 @@ def test_a_wrappers_state_of_one_rank_is_refused_on_two(folder: str, make: Any, 
     state = saving.state_dict()
     for rank in (0, 1):
         other = loader_of(rank, 2)
-        with pytest.raises(
-            CheckpointMismatch, match=f"rank 0 of world_size=1, .* and this is rank {rank} of world_size=2"
-        ):  # noqa: PT012
+        mismatch = f"rank 0 of world_size=1, .* and this is rank {rank} of world_size=2"
+        with pytest.raises(CheckpointMismatch, match=mismatch):  # noqa: PT012
             other.load_state_dict(state)
             next(iter(other))
     same = loader_of()

@@ -1,16 +1,18 @@
 """Readers as torch datasets whose position can be saved and restored; whole checkpoints of a training.
 
-    dataset.py    ReaderDataset, restore(); start reading here
-    order.py      which row stands at which position of an epoch; which worker reads which positions
-    epoch.py      an iteration of a worker: what it reads, from the settings and the state, and the reading
-    index.py      the rows of an input by number
-    blocks.py     BlockInput: the input as blocks of rows; block_formats.py: what a format gives
-    samples.py    rows of a table as dicts and arrays, and rows taken out of batches
-    states.py     states of ReaderDataset; merging.py: states of all workers together, of Pack and Mix, too
-    seals.py      checksums of states, and files that hold them
-    packing.py    Pack: rows of tokens as samples of one length
-    mixing.py     Mix: several sources, drawn by weight
-    stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory
+    dataset.py     ReaderDataset, restore(); start reading here
+    topology.py    which worker reads which positions of an epoch
+    order.py       which row stands at which position
+    epoch.py       an iteration of a worker: what it reads, from the settings and the state, and the reading
+    index.py       the rows of an input by number
+    blocks.py      BlockInput: the input as blocks of rows; row_counts.py keeps their numbers, unified.py has one schema
+    block_file.py  a file as blocks; parquet_blocks.py, arrow_blocks.py and line_blocks.py: one format each
+    batches.py     rows taken out of batches; samples.py: rows as dicts and arrays
+    states.py      states of ReaderDataset; merging.py: states of all workers together, of Pack and Mix, too
+    seals.py       checksums of states, and files that hold them
+    packing.py     Pack: rows of tokens as samples of one length
+    mixing.py      Mix: several sources, drawn by weight
+    stateful.py    what these two and ReaderDataset share: iterations, numbers in shared memory
 
     checkpoints.py  TrainingCheckpoints: all states of a training, saved together
     steps.py        the folders of saved steps

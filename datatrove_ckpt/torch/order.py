@@ -13,9 +13,9 @@ Canonical shares, dealt out to whatever workers there are, are the idea of Mosai
 There they are for nodes that keep files; here they let a worker read only some of the blocks: with as many workers as
 shares, each block is read once. The number of shares follows from the window and the input, and never from the workers.
 
-A file that cannot be entered in the middle (a compressed one) is read from its beginning. Its blocks
-keep their order, and up to ``OPEN_STREAMS`` such files are read at a time in a share. So rows of such an input mix
-with those of other files, and with those of their own file within the window.
+A file that cannot be entered in the middle (a compressed one) is read from its beginning. Its blocks keep their order,
+and up to ``OPEN_STREAMS`` such files are read at a time in a share. So rows of such an input mix with those of other
+files, and with those of their own file within the window.
 
 Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with its version.
 """

@@ -172,8 +172,8 @@ def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool
     allowed = batch if batch > 1 else 0
     if not found or found[-1][0] - found[0][0] <= allowed:
         return
-    (low, low_rank) = found[0]
-    (high, high_rank) = found[-1]
+    low, low_rank = found[0]
+    high, high_rank = found[-1]
     what = (
         f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} samples, rank {high_rank} "
         f"had {high}."

@@ -44,7 +44,7 @@ class MirrorReader:
         url: ``checkpoints_remote_dir``.
         folder: where the copy goes; empty.
         wanted: which files are needed; ``run.json`` always is.
-        trusted: refuse versions that are not sealed with the key, see ``manifests.py``.
+        trusted: refuse versions that are not sealed with the key, see ``sealing.py``.
     """
 
     def __init__(self, url: str, folder: Path, wanted: Wanted, trusted: bool = False) -> None:

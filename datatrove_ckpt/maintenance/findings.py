@@ -104,4 +104,5 @@ class Report:
     @property
     def tasks(self) -> int:
         """The number of tasks of the run; 0 if no run.json tells."""
-        return max((rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root), default=0)
+        tasks = [rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root]
+        return max(tasks, default=0)

@@ -135,7 +135,10 @@ def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
         return None
     halted = [rank for rank in ranks if not rank.goes_on]
     totals.halted = len(halted)
-    rest = sum((one.position.total or 0) - one.position.done for one in halted if one.position.total is not None)
+    rest = 0
+    for rank in halted:
+        if rank.position.total is not None:
+            rest += rank.position.total - rank.position.done
     left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
     left = max(left, *(rank.time_left or 0.0 for rank in ranks))
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)

@@ -28,12 +28,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
-from datatrove_ckpt.checkpoint.identity import RunIdentity, comparable, compare, read_run
+from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, comparable, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks, recorded_output, removed_ranks
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
@@ -219,18 +220,25 @@ def _check_settings(report: Report) -> None:
         for rank in ranks:
             variants[comparable("", rank.settings)].append(rank)
         usual, *others = sorted(variants.values(), key=len, reverse=True)
-        for rank in (rank for variant in others for rank in variant):
-            known = defaultdict[str, set[bytes]](set)
-            for change in accepted_changes(rank, usual[0]):
-                name = str(change.get("field"))
-                known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
-            changes = compare(usual[0].run, RunIdentity(rank.settings))
-            values = ((one.field, {comparable(one.field, value) for value in (one.old, one.new)}) for one in changes)
-            if all(known[name] >= both for name, both in values):
-                continue
-            differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
-            message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
-            report.add_problem("identity", message, rank, path=rank.folder / RUN)
+        for rank in chain.from_iterable(others):
+            changes = _not_accepted(rank, usual[0])
+            if changes:
+                differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
+                message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
+                report.add_problem("identity", message, rank, path=rank.folder / RUN)
+
+
+def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
+    """The differences between two ranks; none if the user has accepted all values of each field that differs."""
+    known = defaultdict[str, set[bytes]](set)
+    for change in accepted_changes(rank, usual):
+        name = str(change.get("field"))
+        known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
+    changes = compare(usual.run, RunIdentity(rank.settings))
+    for change in changes:
+        if not {comparable(change.field, change.old), comparable(change.field, change.new)} <= known[change.field]:
+            return changes
+    return []
 
 
 def accepted_changes(*ranks: RankLedger) -> list[Json]:

@@ -249,9 +249,14 @@ class Versions:
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
         """All ownerships and versions, from one listing. The ownership that wins and the newest version come last."""
-        found = [match for match in map(_NAME.fullmatch, self._store.names()) if match]
-        ownerships = sorted(Ownership(int(match[2]), match[3]) for match in found if match[1] == Ownership.kind)
-        return ownerships, sorted(Version(int(match[2]), match[3]) for match in found if match[1] == Version.kind)
+        ownerships: list[Ownership] = []
+        versions: list[Version] = []
+        for match in filter(None, map(_NAME.fullmatch, self._store.names())):
+            if match[1] == Ownership.kind:
+                ownerships.append(Ownership(int(match[2]), match[3]))
+            else:
+                versions.append(Version(int(match[2]), match[3]))
+        return sorted(ownerships), sorted(versions)
 
     def all_versions(self) -> list[Version]:
         """Oldest first."""

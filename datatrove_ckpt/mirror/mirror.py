@@ -299,12 +299,13 @@ class RemoteMirror:
         for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):
             snapshot = self._source.snapshot(uploads.last_answer)
             uploads.forget_replaced(snapshot)
-            grown = {name: size for name, size in snapshot.sizes.items() if uploads.uploaded_bytes(name) < size}
+            grown: dict[str, IO[bytes]] = {}
             try:
-                return snapshot, {
-                    name: self._open_at(name, uploads.uploaded_bytes(name), size, snapshot.is_current, stack)
-                    for name, size in grown.items()
-                }
+                for name, size in snapshot.sizes.items():
+                    start = uploads.uploaded_bytes(name)
+                    if start < size:
+                        grown[name] = self._open_at(name, start, size, snapshot.is_current, stack)
+                return snapshot, grown
             except FileNotFoundError:
                 stack.close()
                 if not attempts_left:

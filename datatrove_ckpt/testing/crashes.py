@@ -140,8 +140,9 @@ def _state(folder: Path) -> str:
         digest.update(name.encode())
         if name.endswith(f"/{HISTORY}"):
             # Of a history only the last byte decides what the next attempt does. The numbers in it are for people.
-            records = [parse_line(line) for line in whole_lines(content)]
-            content = repr((content[-1:], [None if record is None else record.KIND for record in records])).encode()
+            records = map(parse_line, whole_lines(content))
+            kinds = [getattr(record, "KIND", None) for record in records]
+            content = repr((content[-1:], kinds)).encode()
         if name.endswith(CACHE):
             content = _rows(folder / name)
         digest.update(content)

@@ -73,7 +73,8 @@ class BlockTable:
     def __init__(
         self, blocks: Iterable[Block], streams: Iterable[int] = (), skip: int = 0, limit: int = -1, size: int = 1
     ) -> None:
-        table = np.array([(b.file, b.first, b.rows, b.bytes) for b in blocks], dtype=np.int64).reshape(-1, 4)
+        columns = [(block.file, block.first, block.rows, block.bytes) for block in blocks]
+        table = np.array(columns, dtype=np.int64).reshape(-1, 4)
         self.file, self.first, rows, in_file = (np.ascontiguousarray(column) for column in table.T)
         ends = np.cumsum(rows)
         last = int(rows.sum())

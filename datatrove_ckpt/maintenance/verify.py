@@ -231,9 +231,9 @@ def _check_settings(report: Report) -> None:
 def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
     """The differences between two ranks; none if the user has accepted all values of each field that differs."""
     known = defaultdict[str, set[bytes]](set)
-    for change in accepted_changes(rank, usual):
-        name = str(change.get("field"))
-        known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
+    for accepted in accepted_changes(rank, usual):
+        name = str(accepted.get("field"))
+        known[name] |= {comparable(name, accepted.get("old")), comparable(name, accepted.get("new"))}
     changes = compare(usual.run, RunIdentity(rank.settings))
     for change in changes:
         if not {comparable(change.field, change.old), comparable(change.field, change.new)} <= known[change.field]:

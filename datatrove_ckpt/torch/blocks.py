@@ -18,12 +18,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from loguru import logger
 
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
@@ -45,6 +43,9 @@ _OPEN_FILES = 32
 _THREADS = 16
 
 _Result = TypeVar("_Result")
+
+FilesReader: TypeAlias = JsonlReader | ParquetReader | IpcReader
+"""The readers whose rows can be counted, and read in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class BlockInput:
     """The blocks of a reader's files, in their order, and the rows of each. Files stay open while they are read.
 
     Args:
-        reader: a reader of ``readers`` for JSONL, Parquet or Arrow files.
+        reader: its ``limit``, ``skip`` and shuffle do not count.
 
     Attributes:
         names: the files, in the reader's order.
@@ -78,11 +79,11 @@ class BlockInput:
         gives_views: whether the rows of a block are a part of more memory: of a mapped file, or of a record batch.
 
     Raises:
-        ConfigError: the reader's files have no blocks.
+        ConfigError: a file is an Arrow stream with dictionaries.
         InputError: a file is damaged.
     """
 
-    def __init__(self, reader: SeekingReader) -> None:
+    def __init__(self, reader: FilesReader) -> None:
         self._reader = reader
         self._inputs: Inputs = reader._list_inputs(0, 1, None)
         self.names = self._inputs.names
@@ -230,12 +231,7 @@ class BlockInput:
             return LineBlocks(reader, name, known, self._keys)
         if isinstance(reader, ParquetReader):
             return ParquetBlocks(reader.data_folder, name, known, self._size)
-        if isinstance(reader, IpcReader):
-            return ArrowBlocks(reader.data_folder, name, known, reader.stream)
-        raise ConfigError(
-            f"The rows of {type(reader).__name__} cannot be read in blocks. Use JsonlReader, ParquetReader or "
-            "IpcReader of datatrove_ckpt.readers."
-        )
+        return ArrowBlocks(reader.data_folder, name, known, reader.stream)
 
 
 def _bytes_of(table: Any) -> int:

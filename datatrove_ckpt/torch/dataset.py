@@ -27,8 +27,9 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, SeekingReader
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.blocks import FilesReader
 from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index
 from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
@@ -228,13 +229,13 @@ class ReaderDataset(StatefulIterable):
             self._shared.note_resumed_at_end(number)
 
 
-def _files_of(reader: SeekingReader) -> SeekingReader:
+def _files_of(reader: SeekingReader) -> FilesReader:
     """The reader, or one of the files that ``save_to_disk`` has written.
 
     Raises:
         ConfigError: its rows cannot be counted.
     """
-    if isinstance(reader, JsonlReader | ParquetReader | IpcReader):
+    if isinstance(reader, FilesReader):
         return reader
     if isinstance(reader, HuggingFaceDatasetReader):
         files = reader.saved_files()

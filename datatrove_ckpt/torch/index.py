@@ -11,12 +11,12 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers import JsonlReader, SeekingReader
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
 from datatrove_ckpt.torch.batches import Batches, Parts, owned
-from datatrove_ckpt.torch.blocks import BlockInput
+from datatrove_ckpt.torch.blocks import BlockInput, FilesReader
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
 from datatrove_ckpt.torch.samples import json_row, table_rows
 
@@ -36,11 +36,11 @@ class Index:
     """The blocks of a reader's files, and what a state keeps of them.
 
     Raises:
-        ConfigError: the reader's files have no blocks.
+        ConfigError: a file is an Arrow stream with dictionaries.
         InputError: a file is damaged.
     """
 
-    def __init__(self, reader: SeekingReader) -> None:
+    def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
         size = _OF_DICTS if isinstance(reader, JsonlReader) else 1
         self.table = BlockTable(self.blocks, self.blocks.sequential, reader.skip, reader.limit, size)

@@ -39,11 +39,11 @@ def table_rows(table: pa.Table) -> list[Row]:
 
 def json_row(row: Row) -> Row:
     """A row of JSONL, whose lists of numbers become arrays as well."""
-    return {name: _json_value(value) for name, value in row.items()}
+    return {name: _json_value(value) if type(value) is list else value for name, value in row.items()}
 
 
-def _json_value(value: Any) -> Any:
-    if type(value) is list and value and type(value[0]) in (int, float):
+def _json_value(value: list[Any]) -> Any:
+    if value and type(value[0]) in (int, float):
         return _exact_array(value)
     return value
 

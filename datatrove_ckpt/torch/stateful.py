@@ -67,7 +67,7 @@ class Iterations:
     def __init__(self) -> None:
         self._begun: list[ref[Handle]] = []
 
-    def begin(self, samples: Iterator[Any], note_read: Callable[[], None] = lambda: None) -> Handle:
+    def begin(self, samples: Iterator[Any], note_read: Callable[[], None]) -> Handle:
         """``note_read`` is called with the first sample."""
         handle = Handle(samples, note_read)
         self._begun = [*self._running(), ref(handle)]

@@ -27,6 +27,7 @@ from datatrove_ckpt.output.committed import (
     stray_advice,
 )
 from datatrove_ckpt.output.formats import format_of_file
+from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubReads, looks_for
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
@@ -72,34 +73,17 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
 
 def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     """Every file in the output folder; None if the folder cannot be listed."""
-    folder = report.folder
-    committed = {plain(file.path): file for chunk in report.chunks for file in chunk.files}
     try:
         with file_system_call():
-            if report.hub is not None:
-                # A folder there exists with its first file, and may be listed as it was a moment ago.
-                found = FoundFiles({})
-                reads = HubReads(report.hub, StoppableCalls())
-                found.show(reads.looked("cannot be listed", report.hub.files))
-                for path, listed in found.hub_files.items():
-                    found.note(path, listed.size, listed.stamp, committed.get(path))
-                files = (file for chunk in report.chunks for file in chunk.files)
-                reads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
-                there = bool(found.sizes)
-            else:
-                folder.invalidate_cache()
-                found = FoundFiles()
-                for path, info in folder.find("", detail=True).items():
-                    if info["type"] != "directory":
-                        found.note(path, info["size"], _stamp(folder, path, info), committed.get(path))
-                there = bool(found.sizes) or folder.exists("")
+            found = _list_hub(report, report.hub) if report.hub is not None else _list_folder(report)
+            is_there = bool(found.sizes) or (report.hub is None and report.folder.exists(""))
     except (OSError, OutputFailed) as failure:
         error: BaseException = failure
         if isinstance(failure, OutputFailed):
             error = failure.__cause__ or failure
         report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
         return None
-    if not there and not folder_is_given and report.sums.numbers.files:
+    if not is_there and not folder_is_given and report.sums.numbers.files:
         report.add_problem(
             "output",
             f"the output folder {report.output} does not exist. If it was moved, give its place with --output; if it "
@@ -107,6 +91,33 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
             path=report.output,
         )
         return None
+    return found
+
+
+def _committed_files(report: Report) -> dict[str, OutputFile]:
+    return {plain(file.path): file for chunk in report.chunks for file in chunk.files}
+
+
+def _list_folder(report: Report) -> FoundFiles:
+    committed = _committed_files(report)
+    report.folder.invalidate_cache()
+    found = FoundFiles()
+    for path, info in report.folder.find("", detail=True).items():
+        if info["type"] != "directory":
+            found.note(path, info["size"], _stamp(report.folder, path, info), committed.get(path))
+    return found
+
+
+def _list_hub(report: Report, hub: HubFolder) -> FoundFiles:
+    """A folder there exists with its first file, and may be listed as it was a moment ago."""
+    committed = _committed_files(report)
+    found = FoundFiles({})
+    reads = HubReads(hub, StoppableCalls())
+    found.show(reads.looked("cannot be listed", hub.files))
+    for path, listed in found.hub_files.items():
+        found.note(path, listed.size, listed.stamp, committed.get(path))
+    files = (file for chunk in report.chunks for file in chunk.files)
+    reads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
     return found
 
 

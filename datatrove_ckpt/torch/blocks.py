@@ -22,10 +22,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from loguru import logger
 
+import datatrove_ckpt.torch.line_blocks as line_blocks
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
-from datatrove_ckpt.torch import line_blocks
 from datatrove_ckpt.torch.arrow_blocks import ArrowBlocks
 from datatrove_ckpt.torch.block_file import BlockFile, FileIndex, Rows
 from datatrove_ckpt.torch.line_blocks import LineBlocks

@@ -21,9 +21,10 @@ from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.maintenance import verify as checks
+from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.read_state import check_idle
-from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
-from datatrove_ckpt.maintenance.verify import Report
+from datatrove_ckpt.maintenance.repair import carry_out
+from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.where import Place, begun_in, open_place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled

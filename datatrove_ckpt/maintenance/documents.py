@@ -46,7 +46,8 @@ class ShownDocument:
         """Without secrets and control characters, and with so many characters of each text at most."""
         id_, text, answer = (printable(redact(part)) for part in (self.id, self.text, self.answer))
         if most is not None:
-            text, answer = shortened(text, most), shortened(answer, 2 * most)
+            text = shortened(text, most)
+            answer = shortened(answer, 2 * most)
         return replace(self, id=shortened(id_, 200), text=text, answer=answer)
 
 
@@ -96,10 +97,12 @@ def _letters(path: Path) -> Iterator[Json]:
 
 def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocument]:
     where = folder.resolve_paths(path)
-    if (known := format_of_file(path)) is None:
+    known = format_of_file(path)
+    if known is None:
         raise OutputFailed(f"{where} cannot be shown: no format is known of files with this ending.")
+    compression = None if known.is_compressed else "infer"
     try:
-        with file_system_call(), folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
+        with file_system_call(), folder.open(path, "rb", compression=compression) as file:
             for row, _ in known.rows(file, ("id", "text", "metadata", key, "embedding")):
                 if row is not None:
                     yield ShownDocument(str(row.get("id")), str(row.get("text", "")), _answer(row, key), path)
@@ -110,46 +113,61 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
 def _answer(row: Json, key: str) -> str:
     """Of a row that the user's adapter has made otherwise, all of it."""
     metadata = row.get("metadata")
-    found = (metadata if isinstance(metadata, dict) and key in metadata else row).get(key)
-    if found is None:
+    if not isinstance(metadata, dict):
+        metadata = {}
+    results = metadata.get(key, row.get(key))
+    if results is None:
         return _text({name: value for name, value in row.items() if name not in ("id", "text")})
-    parts = [_with_vector(one, row, metadata) for one in (found if isinstance(found, list) else [found])]
-    return "\n\n".join(map(_text, parts))
+    if not isinstance(results, list):
+        results = [results]
+    return "\n\n".join(_text(_with_vector(result, metadata | row)) for result in results)
 
 
-def _with_vector(result: object, *places: object) -> object:
+def _with_vector(result: object, columns: Json) -> object:
     """The result; of EmbedRollout with a ``column`` the vector that is there."""
-    name = result.get("column") if isinstance(result, dict) else None
-    found = next((one[name] for one in places if isinstance(one, dict) and name in one), None)
-    return result if name is None or found is None else {name: found}
+    if not isinstance(result, dict):
+        return result
+    name = result.get("column")
+    if name is None or columns.get(name) is None:
+        return result
+    return {name: columns[name]}
 
 
 def _text(result: object) -> str:
     """A result's text, or those of its choices, and on a line of its own what it has beside it."""
-    if isinstance(result, dict) and (texts := _choices(result.get("choices"))):  # the first one is the result itself
-        result = {**result, "text": texts, "choices": None, "tool_calls": None}
-    text = result.get("text") if isinstance(result, dict) else result
-    if isinstance(text, str):
-        beside = result.items() if isinstance(result, dict) else ()
-        result = {name: one for name, one in beside if name not in _USUAL and one not in (None, [], {})}
-        if not result:
-            return text
-    else:
-        text = ""
-    return f"{text}\n{orjson.dumps(_short(result), default=str).decode()}".lstrip("\n")
+    if isinstance(result, str):
+        return result
+    if not isinstance(result, dict):
+        return _json(result)
+    choices = _choices(result.get("choices"))
+    if choices:  # the first one is the result itself
+        result = {**result, "text": choices, "choices": None, "tool_calls": None}
+    text = result.get("text")
+    if not isinstance(text, str):
+        return _json(result)
+    beside = {name: value for name, value in result.items() if name not in _USUAL and value not in (None, [], {})}
+    if not beside:
+        return text
+    return f"{text}\n{_json(beside)}".lstrip("\n")
 
 
 def _choices(choices: object) -> str:
     """Each one as a result; "" if these are no choices of a server."""
-    if not isinstance(choices, list) or not all(isinstance(one, dict) and "text" in one for one in choices):
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) and "text" in choice for choice in choices):
         return ""
     return "\n\n".join(map(_text, choices))
+
+
+def _json(value: object) -> str:
+    return orjson.dumps(_short(value), default=str).decode()
 
 
 def _short(value: object) -> object:
     """The value, with the first numbers of a vector only."""
     if isinstance(value, dict):
-        return {key: _short(one) for key, one in value.items()}
-    if isinstance(value, list) and len(value) > _VECTOR and all(isinstance(one, float) for one in value):
-        return [*(round(one, 4) for one in value[:_VECTOR]), f"... {len(value)} numbers"]
-    return [_short(one) for one in value] if isinstance(value, list) else value
+        return {key: _short(each) for key, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    if len(value) > _VECTOR and all(isinstance(each, float) for each in value):
+        return [*(round(each, 4) for each in value[:_VECTOR]), f"... {len(value)} numbers"]
+    return [_short(each) for each in value]

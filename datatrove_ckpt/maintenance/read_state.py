@@ -8,43 +8,29 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
-import statistics
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_log import (
-    RATE_SECONDS,
-    AttemptSummary,
-    Rates,
-    RecentHistory,
-    downtime,
-)
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Silence, WorkCounts
 from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run, settings_in
 from datatrove_ckpt.checkpoint.job import removed_ranks
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
     RankLedger,
     Want,
     check_readable,
-    few,
     find_ranks,
     not_permitted,
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
-from datatrove_ckpt.formatting import duration, plural
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
+from datatrove_ckpt.maintenance.judge import find_left, find_outages, find_slow, rank_state
+from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from datatrove_ckpt.maintenance.sums import add_up
 from datatrove_ckpt.maintenance.where import Place
 
 # Of all ranks together: what may be large is read for some ranks, and estimated for many.
@@ -52,8 +38,9 @@ _JOURNAL_BYTES = 1 << 22
 _LETTER_BYTES = 1 << 25
 _MOST_BYTES = 1 << 23
 # More ranks than this are worth a few more processes.
-_MANY, _PART, _MOST_PROCESSES = 2000, 250, 8
-_FIRST_SECONDS = 10.0  # the first line after the start of an attempt
+_MANY = 2000
+_PART = 250
+_MOST_PROCESSES = 8
 _NOT_FOR_ALL = (layout.CACHE, layout.RETRY_INPUT)
 
 
@@ -73,29 +60,36 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     """
     found = find_ranks(place.folder)
     state = RunState(place.what, place.is_copy, time.time() if now is None else now)
-    state.given = place.given if place.config else ()
-    limits = Limits(*(min(_MOST_BYTES, budget // len(found)) for budget in (_JOURNAL_BYTES, _LETTER_BYTES)))
-    tasks = [(*one, limits, state.read_at, _copied_at(place, *one[:2])) for one in found]
+    limits = Limits(min(_MOST_BYTES, _JOURNAL_BYTES // len(found)), min(_MOST_BYTES, _LETTER_BYTES // len(found)))
+    tasks = [
+        (root, number, folder, limits, state.read_at, _copied_at(place, root, number)) for root, number, folder in found
+    ]
     try:
-        for rank in _read_all(tasks):
-            rank.reason = place.said(rank.reason)
-            (state.retries if rank.root else state.ranks).append(rank)
+        ranks = _read_all(tasks)
     except PermissionError as error:
         raise not_permitted(place.folder, error) from None
+    for rank in ranks:
+        rank.reason = place.said(rank.reason)
+    state.ranks = [rank for rank in ranks if not rank.root]
+    state.retries = [rank for rank in ranks if rank.root]
     run = _first_run(state.ranks)
-    state.identity = {"format": run["format"], **settings_in(run)} if run else {}
+    if run:
+        state.identity = {"format": run["format"], **settings_in(run)}
     changes = run.get("accepted_changes", [])
     with suppress(CheckpointError, OSError):
         changes = changes + read_run(place.folder / layout.JOB).get("accepted_changes", [])
     state.mixed = mixed_settings(changes)
-    state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
+    state.tasks = int(state.identity.get("tasks") or 0)
+    if place.config:
+        state.given = place.given
+        state.tasks = state.tasks or place.tasks
     _sort_out(state, place.folder)
     find_outages(state.ranks + state.retries)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
-    words = [rank.last_word for rank in (*state.ranks, *state.retries) if rank.last_word is not None]
+    words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
     state.newest = max(words, default=None)
     return state
 
@@ -107,11 +101,11 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
         CheckpointLocked: one does.
     """
     state = read_run_state(place)
-    running = {(rank.root, rank.rank): rank for rank in (*state.ranks, *state.retries) if rank.state == "running"}
+    running = {(rank.root, rank.rank): rank.process for rank in state.ranks + state.retries if rank.state == "running"}
     for rank in ranks:
-        if (found := running.get(rank.key)) is not None:
+        if rank.key in running:
             raise CheckpointLocked(
-                f"{rank.place}: {found.process} works on this rank, or was killed less than 20 minutes "
+                f"{rank.place}: {running[rank.key]} works on this rank, or was killed less than 20 minutes "
                 f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
                 "command again."
             )
@@ -124,7 +118,9 @@ _WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
 
 def _read_all(tasks: list[_Task]) -> list[RankState]:
     """Reads the ranks; very many of them in several processes. A fork is safe only while there is one thread."""
-    processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    processes = 1
+    if hasattr(os, "sched_getaffinity"):
+        processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
     if len(tasks) < _MANY or processes < 2 or threading.active_count() > 1:
         return _read_some(tasks)
     parts = [tasks[start : start + _PART] for start in range(0, len(tasks), _PART)]
@@ -158,7 +154,9 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
     if place.mirror is None:
         return None
     copied = place.mirror.ranks.get(f"{root}/{number:05d}".lstrip("/"))
-    return (copied.when if copied else None) or 0.0
+    if copied is None:
+        return 0.0
+    return copied.when or 0.0
 
 
 def _first_run(ranks: list[RankState]) -> Json:
@@ -168,366 +166,3 @@ def _first_run(ranks: list[RankState]) -> Json:
             if path.is_file():
                 return read_run(path)
     return {}
-
-
-# sums ----------------------------------------------------------------------------------------------------------------
-
-
-def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
-    """The sums over some ranks.
-
-    Args:
-        now: the time, in Unix seconds.
-        tasks: number of ranks of the run; 0: as many as there are.
-    """
-    totals, per_document = Totals(), _input_per_document(ranks)
-    for rank in ranks:
-        if rank.state == "running" and not rank.rates.input:  # in its first seconds
-            rank.rates.input = rank.rates.documents * per_document
-        totals.add(rank)
-        totals.states[rank.state] += 1
-    totals.rates = _rates_now(ranks, now)
-    running = [rank for rank in ranks if rank.state == "running"]
-    totals.as_of = min((rank.as_of for rank in running or ranks if rank.as_of is not None), default=None)
-    totals.dead_letters = few(totals.dead_letters)
-    totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
-    spans = sorted(span for rank in ranks for span in _spans(rank, now))
-    totals.started = spans[0][0] if spans else None
-    totals.working_seconds = _covered(spans)
-    totals.average = _average(totals)
-    _add_input(totals, ranks)
-    return totals
-
-
-def _rates_now(ranks: list[RankState], now: float) -> Rates:
-    """Of the ranks that run; and, if one has begun in these minutes, of those that have finished meanwhile, too.
-
-    Else the rate of many short tasks would be that of the few that run, which have done nothing yet.
-    """
-    rates, since = Rates(), now - RATE_SECONDS
-    running = [(rank, rank.attempt) for rank in ranks if rank.state == "running" and rank.attempt is not None]
-    finished = [(rank, rank.attempt) for rank in ranks if rank.state == "finished" and rank.attempt is not None]
-    finished = [(rank, attempt) for rank, attempt in finished if attempt.last_seen > since and rank.documents]
-    begun = max((attempt.started for _, attempt in running), default=since)
-    if begun <= since or not finished or not any(rank.goes_on for rank, _ in running):
-        for rank, _ in running:
-            rates.add(rank.rates)
-        return rates
-    seconds = now - max(since, min(attempt.started for _, attempt in running + finished))
-    for rank, attempt in running:
-        rates.add(rank.rates, (now - max(attempt.started, since)) / seconds)
-    for rank, attempt in finished:
-        length = max(attempt.last_seen - attempt.started, 1e-3)
-        share = min(1.0, (attempt.last_seen - since) / length) * attempt.own / rank.documents
-        rates.add(_done(rank.counts, rank.position.done), share / seconds)
-    return rates
-
-
-def _done(counts: DocumentCounts, done: int) -> Rates:
-    return Rates(counts.read, counts.requests, counts.prompt_tokens, counts.completion_tokens, done)
-
-
-def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
-    """Start and end of each attempt. One that runs has worked until now, though its last line is older."""
-    for attempt in rank.attempts:
-        runs = rank.state == "running" and attempt is rank.attempt and not rank.is_copy
-        seen = max(attempt.last_seen, rank.last_change) if attempt is rank.attempt else attempt.last_seen
-        yield attempt.started, now if runs else attempt.ended or seen
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals that are sorted by their starts."""
-    covered, until = 0.0, float("-inf")
-    for start, end in spans:
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered
-
-
-def _average(totals: Totals) -> Rates:
-    seconds = totals.working_seconds
-    # Of an attempt that was killed at once, the documents are known, and not the time.
-    if not seconds or (seconds < _FIRST_SECONDS and totals.killed):
-        return Rates()
-    average = Rates()
-    for counts in (totals.counts, totals.unfinished):
-        average.add(_done(counts, 0), 1 / seconds)
-    return average
-
-
-def _input_per_document(ranks: list[RankState]) -> float:
-    known = [rank for rank in ranks if rank.position.total is not None]
-    return sum(rank.position.done for rank in known) / max(1, sum(rank.documents for rank in known))
-
-
-def _add_input(totals: Totals, ranks: list[RankState]) -> None:
-    """Sums up the input. Ranks whose input is not known yet are taken to have as much as the others, on average."""
-    known = [rank for rank in ranks if rank.position.total is not None]
-    units = {rank.position.unit for rank in known}
-    if len(units) != 1:
-        return
-    done = sum(rank.position.done for rank in known)
-    total = sum(rank.position.total or 0 for rank in known)
-    others = len(ranks) - len(known) + totals.not_started
-    if others:
-        begun = sum(rank.documents for rank in ranks if rank.position.total is None)
-        done += min(round(begun * _input_per_document(ranks)), total * others // len(known))
-        total += total * others // len(known)
-        totals.total_is_estimated = True
-    totals.position = InputPosition(done, total, units.pop())
-    totals.average.input = done / totals.working_seconds if totals.average.documents else 0.0
-    totals.time_left = _time_left(totals, ranks)
-
-
-def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
-    """At the rate of now: what is left, ranks at a halt excepted, but at least what the last rank needs."""
-    if totals.rates.input <= 0 or totals.position.total is None:
-        return None
-    halted = [rank for rank in ranks if not rank.goes_on]
-    totals.halted = len(halted)
-    rest = sum((one.position.total or 0) - one.position.done for one in halted if one.position.total is not None)
-    left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
-    left = max(left, *(rank.time_left or 0.0 for rank in ranks))
-    quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
-    return left if left >= quiet else None
-
-
-# what a rank does -----------------------------------------------------------------------------------------------------
-
-# Decides what a rank does, whether it needs attention, and why. The limits are minutes: a line is due each minute.
-#
-# A rank that runs has a process that holds its lock. But the lock of a mirror's copy cannot be seen, and on some file
-# systems neither can that of a process on another node. There, a rank runs as long as its history goes on.
-
-
-SILENT_SECONDS = 180.0
-"""A rank that runs and has written no line for so long is silent."""
-COPY_SECONDS = 1200.0
-"""The same for a mirror: with ``mirror_seconds: auto``, up to ten minutes are between two uploads."""
-STUCK_SECONDS = 600.0
-"""A rank in which nothing is finished for so long is stuck, and in which servers are started again so often as
-``MAX_RESTARTS`` is restarting."""
-SLOW_SHARE = 0.5
-"""A rank that is slower than this share of the median is slow."""
-LOOP_ATTEMPTS = 3
-"""A rank is looping if so many attempts in a row ended, and none of them finished a document."""
-MAX_RESTARTS = 5
-"""A rank is restarting if its servers were started again so often in ten minutes."""
-_MIN_PEERS = 4
-_MIN_SECONDS = 60.0
-_HOST = socket.gethostname()
-
-
-def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankState:
-    """The state of one rank.
-
-    Args:
-        ledger: with history, journals and causes of dead letters.
-        now: the time, in Unix seconds.
-        copied_at: when the version was uploaded that the ledger was read of; None: it is no copy.
-    """
-    rank = RankState(ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None)
-    rank.holder = ledger.holder
-    if ledger.damage is not None:
-        rank.trouble, rank.reason = "damaged", str(ledger.damage)
-        return rank
-    sums, recent, written = ledger.sums, ledger.history, ledger.written
-    rank.add(ledger.numbers())
-    rank.last_commit = sums.at if rank.is_copy else ledger.last_commit
-    rank.attempts, rank.seconds = recent.attempts, sums.seconds
-    if (last := recent.last) is not None:
-        if last.documents.read or not rank.documents:  # else more is done than that line knows
-            rank.position = _reached(last, rank)
-        rank.seconds = max(rank.seconds, last.seconds.total)
-    _judge(rank, recent, ledger.is_finished, now, copied_at)
-    if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
-    times = [recent.last_at, rank.last_commit, rank.last_change or None]
-    if recent.last_at is None:
-        times += [at for name, at in written.items() if name != COMMITS]
-    rank.last_word = max((at for at in times if at is not None), default=None)
-    return rank
-
-
-def _reached(last: Progress, rank: RankState) -> InputPosition:
-    """The position of the last line, brought up to the documents that were counted since then."""
-    position, then = last.position, last.documents.read
-    if position.total is None or not rank.exact or rank.documents <= then:
-        return position
-    return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
-
-
-def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float, copied_at: float | None) -> None:
-    """Sets state, trouble and reason, and what depends on the state."""
-    attempt = rank.attempt
-    # An attempt whose number the history does not have has ended before its first line.
-    if is_finished:
-        rank.state = "finished"
-    elif rank.holder is not None or _goes_on(rank, attempt, now, copied_at or 0.0):
-        rank.state = "running"
-        _judge_running(rank, recent, now, copied_at or 0.0)
-    elif attempt is None:
-        rank.state = "unfinished"
-    elif attempt.ended is None:
-        rank.state = "lost"
-        rank.as_of = recent.last.at if recent.last is not None else None
-        attempt.without_a_word = True
-        rank.killed += 1
-        rank.lost_in_flight += attempt.in_flight
-        age = duration(max(0.0, now - attempt.last_seen))
-        said = f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {rank.process}"
-        rank.trouble, rank.reason = "lost", said
-    else:
-        _judge_ended(rank, attempt, now)
-    rank.downtime = downtime(rank.attempts)
-
-
-def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, uploaded: float) -> bool:
-    """Whether an attempt may still run although no process is seen to hold its lock."""
-    if attempt is None or attempt.ended is not None:
-        return False
-    if rank.is_copy:
-        return now - max(attempt.last_seen, uploaded) <= COPY_SECONDS
-    return attempt.host != _HOST and now - attempt.last_seen <= SILENT_SECONDS
-
-
-def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded: float) -> None:
-    last = recent.last
-    if recent.last_at is None or last is None:
-        return
-    quiet = now - max(recent.last_at, uploaded)
-    if quiet > (COPY_SECONDS if rank.is_copy else SILENT_SECONDS):
-        holds = ", which holds its lock" if rank.holder is not None else ""
-        rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {rank.process}{holds}"
-        return
-    seconds = recent.seconds
-    if seconds:
-        rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
-        rank.wait = last.wait
-        rank.rates = Rates() if last.silence.lasts else recent.rates()
-    elif rank.attempt is not None and not rank.is_copy:  # the line of its start tells nothing yet: count
-        done, before, factor = rank.done, last.documents, 1 / max(now - rank.attempt.started, 1.0)
-        for counts, sign in ((done, factor), (before, -factor)):
-            rank.rates.add(_done(counts, 0), sign)
-    if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
-        left = max(0, rank.position.total - rank.position.done) / rank.rates.input
-        rank.time_left = left if left >= rank.wait.quiet else None
-    rank.has_rate = seconds >= RATE_SECONDS - 1
-    if last.silence.lasts:
-        rank.trouble, rank.outage = "stuck", last.silence._replace(seconds=last.silence.seconds + now - last.at)
-    elif last.wait.quiet >= STUCK_SECONDS:
-        rank.trouble, rank.reason = "stuck", _stuck(recent, last, now)
-    elif loop := _barren(rank):
-        rank.trouble, rank.reason = "looping", _looping(rank, loop, now)
-    else:
-        _judge_restarts(rank, recent, now)
-
-
-def _barren(rank: RankState) -> list[AttemptSummary]:
-    """The last attempts that ended by themselves and finished no document; none if they are few."""
-    found: list[AttemptSummary] = []
-    for attempt in reversed(rank.attempts[:-1]):
-        is_barren = attempt.documents is None or (attempt.own == 0 and attempt.documents >= rank.documents)
-        if not is_barren or attempt.why in ("done", "stopped"):
-            break
-        found.append(attempt)
-    return found if len(found) >= LOOP_ATTEMPTS else []
-
-
-def _looping(rank: RankState, loop: list[AttemptSummary], now: float) -> str:
-    assert rank.attempt is not None
-    how = f"; the last error: {loop[0].what}" if loop[0].ended is not None else ""
-    silent = sum(one.ended is None for one in loop)
-    ended = f", {silent} of them killed" if silent else ""
-    return (
-        f"the last {len(loop)} attempts ended{ended}, and no document was finished for "
-        f"{duration(now - loop[-1].started)}; attempt {rank.attempt.number} runs{how}"
-    )
-
-
-def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
-    lately = [event for event in recent.servers if now - event.at <= STUCK_SECONDS]
-    restarts = sum(event.what == "restart" for event in lately)
-    if restarts >= MAX_RESTARTS:
-        death = next((event for event in reversed(lately) if event.what == "death" and event.why), None)
-        why = f"; one died of: {death.why}" if death is not None else ""
-        span = duration(STUCK_SECONDS)
-        rank.trouble, rank.reason = "restarting", f"its servers were started again {restarts} times in {span}{why}"
-
-
-def find_outages(ranks: Sequence[RankState]) -> None:
-    """Gives the ranks that one outage has met one reason: they share a server, and lost it within a minute."""
-    met = [(rank.outage, rank) for rank in ranks if rank.outage is not None]
-    met.sort(key=lambda pair: (str(pair[0]), -pair[0].seconds))
-    first: Silence | None = None
-    for outage, rank in met:
-        if first is None or str(outage) != str(first) or first.seconds - outage.seconds > _MIN_SECONDS:
-            first = outage
-        seconds = duration(min(first.patience, first.seconds))
-        rank.reason = f"no answer for {seconds}: {first}; stops at {first.patience:g} s (server_patience_seconds)"
-
-
-def _stuck(recent: RecentHistory, last: Progress, now: float) -> str:
-    nothing = f"no answer and no document for {duration(last.wait.quiet + now - last.at)}"
-    event = recent.servers[-1] if recent.servers else None
-    if event is not None and event.what in ("start", "restart", "death"):
-        why = f" ({event.why})" if event.why else ""
-        words = {"start": "is starting", "restart": "is starting again", "death": "died"}
-        server = f"its server {event.name}" if " " in event.name else "its server"  # of one of several models
-        since = f"{server} {words[event.what]} since {duration(now - event.at)}"
-        return f"{nothing}: {since if event.what != 'death' else f'{server} died{why}'}"
-    first = recent.window[0] if recent.window else last
-    lately = {name: count - first.own.errors.get(name, 0) for name, count in last.own.errors.items()}
-    errors = ", ".join(f"{count} {name}" for name, count in Counter(lately).most_common(3) if count > 0)
-    queue = f"{plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
-    return f"{nothing}: {queue}" + (f"; errors in the last {duration(recent.seconds)}: {errors}" if errors else "")
-
-
-def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
-    ago = f"{duration(now - (attempt.ended or now))} ago"
-    if attempt.why == "error":
-        rank.state = "failed"
-        rank.trouble, rank.reason = "failed", f"{ago} on {attempt.host}: {attempt.what}"
-    elif attempt.why == "stopped":
-        rank.state = "interrupted"
-        what = f" by {attempt.what}" if attempt.what else ""
-        rank.trouble, rank.reason = "interrupted", f"stopped{what} {ago}; what it did is saved"
-    else:
-        rank.state = "unfinished"  # repaired since, or its input has grown
-
-
-def find_slow(ranks: Sequence[RankState]) -> None:
-    """Marks the ranks that are far behind the median of the others.
-
-    A rank that is finished counts with its average, so the last one of a run is compared, too. A rank with long
-    documents finishes fewer of them, and is not slow: both documents and tokens must be few. Neither is a rank that
-    waits for its last answers.
-    """
-    running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
-    running = [rank for rank in running if not rank.wait.all_started]
-    measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
-    finished = [speed for rank in measured if (speed := _speed(rank.work, rank.seconds))[1]]
-    peers = [speed for rank in running if (speed := _speed(rank.rates))[1]] + finished
-    if len(peers) < _MIN_PEERS:
-        return
-    documents, tokens = (statistics.median(numbers) for numbers in zip(*peers, strict=True))
-    for rank in running:
-        own = _speed(rank.rates)
-        if own[0] < SLOW_SHARE * documents and own[1] < SLOW_SHARE * tokens:
-            among = f" ({len(finished)} of them finished)" if finished else ""
-            said = f"{own[0]:.3g} documents/s; the median of {len(peers)} ranks{among} is {documents:.3g}"
-            rank.trouble, rank.reason = "slow", said
-
-
-def find_left(ranks: Sequence[RankState]) -> None:
-    """Marks the unfinished ranks of a run in which nothing goes on."""
-    if any(rank.state == "running" for rank in ranks):
-        return
-    for rank in ranks:
-        if rank.state == "unfinished" and rank.trouble is None:
-            rank.trouble, rank.reason = "unfinished", "nothing runs, and it is not finished; what it did is saved"
-
-
-def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
-    """Documents and tokens per second of what was done in so many; requests, if no server counts tokens."""
-    return done.documents / seconds, (done.prompt_tokens + done.completion_tokens or done.requests) / seconds

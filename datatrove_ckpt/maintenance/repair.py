@@ -24,27 +24,26 @@ size. The lock file stays: it marks the rank as unfinished.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, count_unbroken, read_commits, read_last_chunk, read_whole_commits
+from datatrove_ckpt.checkpoint.commits import Commit, count_unbroken, read_commits
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
-from datatrove_ckpt.checkpoint.job import recorded_output
-from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING, journal_indices
-from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
+from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
+from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import explained, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
-from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError, OutputMismatch
-from datatrove_ckpt.formatting import plural, ranges
-from datatrove_ckpt.maintenance.verify import REDO_KINDS, Problem, Report, is_owned, other_run
-from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
+from datatrove_ckpt.maintenance.redo import Redo
+from datatrove_ckpt.maintenance.repair_plan import Plan, recorded_output_of
+from datatrove_ckpt.maintenance.verify_output import is_owned
 from datatrove_ckpt.output.removal import remove_file, remove_output
 
 _BLOCK = 1 << 20
@@ -60,7 +59,7 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
     """
     # In a folder that the checkpoint does not name, or that has no owner, a file that differs may be another job's.
     keep: set[str | None] = set()
-    if _recorded_output(report) != report.folder.resolve_paths("") or not is_owned(report):
+    if recorded_output_of(report) != report.folder.resolve_paths("") or not is_owned(report):
         keep = {problem.path for problem in report.problems if problem.kind in REDO_KINDS}
     with ExitStack() as locks:
         for rank in plan.ranks:
@@ -93,7 +92,8 @@ def _check_unchanged(redo: Redo) -> None:
 
 
 def _remove_marker(logging_dir: str, number: int) -> None:
-    folder, name = get_datafolder(logging_dir), f"completions/{number:05d}"
+    folder = get_datafolder(logging_dir)
+    name = f"completions/{number:05d}"
     remove_file(folder, name)
     if folder.is_local():
         files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
@@ -108,7 +108,8 @@ def _blank_letters(redo: Redo) -> None:
     if redo.before is not None and not redo.commits:
         return
     # Letters after the last one to keep are cut off later, or, after a crash, by the next run.
-    path, end = redo.rank.dead_letters_file, _letters_end(redo)
+    path = redo.rank.dead_letters_file
+    end = _letters_end(redo)
     between = [place for place in redo.letters if place[0] < end]
     if between and path.exists():
         files.disk.replace(path, _blanked(path, between))
@@ -139,7 +140,8 @@ def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
     with explained("read", path), path.open("rb") as file:
         while block := bytearray(file.read(_BLOCK)):
             for start, end in ranges:
-                first, last = max(start - at, 0), min(end - at, len(block))
+                first = max(start - at, 0)
+                last = min(end - at, len(block))
                 if first < last:
                     block[first:last] = b" " * (last - first)
             yield bytes(block)
@@ -149,270 +151,6 @@ def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
 def replace_commits(rank: RankLedger, commits: Iterable[Commit]) -> None:
     """Writes the log anew. Survives power loss."""
     files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in commits))
-
-
-# the plan -------------------------------------------------------------------------------------------------------------
-
-# Decides what ``repair`` will do and what it leaves alone. Changes nothing.
-#
-# A run fills a chunk up to records_per_chunk documents, or to the end of the input. So chunks can be redone if the
-# redone chunks end exactly where the next chunk starts. They do not for a short last chunk after which the input grew,
-# or if records_per_chunk was changed in between: then the rank must start over.
-
-
-_NAMED_ONE_BY_ONE = 20
-
-
-@dataclass
-class Redo:
-    """What one rank must do again.
-
-    Attributes:
-        before: the log as it was read; None: it is damaged.
-        kept: the commits to keep, in the order of the lines.
-        commits: those to take back.
-        lost: chunks without a commit.
-        letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
-    """
-
-    rank: RankLedger
-    before: dict[int, Commit] | None
-    kept: list[Commit] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    letters: list[tuple[int, int]] = field(default_factory=list)
-
-    def describe(self) -> Iterator[str]:
-        key, place = self.rank.key, self.rank.place
-        if self.before is None:
-            yield (
-                f"{place}: rebuild {self.rank.commits_file} from the {plural(len(self.kept), 'commit')} that can be "
-                "proved; all other chunks are processed again, and their requests are paid again"
-            )
-        for commit in self.commits:
-            what = f"take back its commit, to have {plural(commit.counts.read, 'document')} processed again"
-            if commit.counts.dead:
-                what += f", {plural(commit.counts.dead, 'dead letter')} among them"
-            names = ", ".join(file.path for file in commit.files)
-            yield f"{name_place(*key, commit.chunk_index)}: {what}" + (f"; remove {names}" if names else "")
-        if len(self.lost) > _NAMED_ONE_BY_ONE:
-            yield f"{place}: mark chunks {ranges(self.lost)} as not done"
-        else:
-            yield from (f"{name_place(*key, index)}: mark it as not done" for index in self.lost)
-        if self.rank.run.get("accepted_changes"):
-            yield f"{place}: its settings were changed (accept_changes); the new ones will be used"
-
-
-@dataclass
-class Plan:
-    """What to do, and which problems are left. ``markers``: the ranks whose completion markers are removed."""
-
-    redo: list[Redo] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    markers: list[int] = field(default_factory=list)
-
-    @property
-    def ranks(self) -> list[RankLedger]:
-        """The ranks that are changed."""
-        return [redo.rank for redo in self.redo]
-
-    def describe(self, logging_dir: str | None) -> Iterator[str]:
-        yield from (f"not repaired: {text}" for text in self.left)
-        for redo in self.redo:
-            yield from redo.describe()
-        for number in self.markers:
-            yield f"rank {number}: remove {logging_dir}/completions/{number:05d}, so that the executor runs it again"
-
-
-def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
-    """The plan that follows from a report. Changes nothing.
-
-    Args:
-        logging_dir: the executor's; completion markers of the ranks to redo are removed there.
-    """
-    plan = Plan()
-    concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
-    others = []
-    for problem in report.problems:
-        if problem.kind == "commits":
-            damaged = next(rank for rank in report.ranks if rank.key == (problem.root, problem.rank))
-            if isinstance(found := plan_rebuild(damaged), Redo):
-                plan.redo.append(found)
-                continue
-            plan.left.append(f"{damaged.place}: its commits cannot be rebuilt: {found}")
-        if problem.kind in REDO_KINDS or (problem.kind == "lost" and problem.chunk_index is not None):
-            concerned[problem.root, problem.rank or 0].append(problem)
-        else:
-            others.append(problem)
-    shared = {problem.path for problem in report.problems if problem.kind == "duplicate"}
-    for rank in report.ranks:
-        if rank.key in concerned:
-            _plan_rank(plan, rank, concerned[rank.key], shared)
-    redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
-    plan.left += [str(problem) for problem in others if (problem.root, problem.rank, problem.chunk_index) not in redone]
-    if logging_dir is not None:
-        # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left it.
-        keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {rank.key for rank in plan.ranks}
-        folder, numbers = get_datafolder(logging_dir), sorted(number for root, number in keys if not root)
-        folder.invalidate_cache()
-        plan.markers = [number for number in numbers if folder.isfile(f"completions/{number:05d}")]
-    return plan
-
-
-def check_output_folder(report: Report) -> None:
-    """Refuses to repair with the files of another folder, perhaps of another job, while the right one is there.
-
-    Raises:
-        ConfigError: it is another run's; or the checkpoint names another one, which exists, and is no other run's.
-    """
-    try:
-        is_owned(report)
-    except OutputMismatch as refusal:
-        raise ConfigError(f"{refusal} Nothing was changed.") from refusal
-    if other := other_run(report.checkpoints, report.output):
-        raise ConfigError(f"--output: {report.output} belongs to the run in {other}. Nothing was changed.")
-    recorded = _recorded_output(report)
-    if stands_elsewhere(recorded, report.folder) and other_run(report.checkpoints, recorded) is None:
-        raise ConfigError(
-            f"--output {report.output}: the output of {report.checkpoints} was in {recorded} at the last start, and "
-            "that folder still exists. Nothing was changed. Leave --output out to repair the files there. If they were "
-            f"all moved to {report.output}, first remove or rename {recorded}."
-        )
-
-
-def _recorded_output(report: Report) -> str:
-    return recorded_output(report.checkpoints, (rank.run for rank in report.ranks)) or report.output
-
-
-def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: set[str | None]) -> None:
-    commits = read_commits(rank.commits_file)
-    to_redo = {problem.chunk_index for problem in problems if problem.kind in REDO_KINDS}
-    for commit in commits.values():
-        if commit.chunk_index in to_redo and (obstacle := _obstacle(rank, commits, commit, shared)):
-            to_redo.discard(commit.chunk_index)
-            plan.left.append(f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}")
-    kept = {index: commit for index, commit in commits.items() if index not in to_redo}
-    redo = Redo(rank, commits)
-    lost = any(problem.kind == "lost" for problem in problems)
-    for chunks, fits in _holes(rank, commits, kept):
-        if fits:
-            redo.commits += [commits[index] for index in chunks if index in commits]
-            redo.lost += [index for index in chunks if lost and index not in commits and index < max(commits)]
-            continue
-        plan.left += [
-            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew or "
-            "records_per_chunk changed, and would not end where the next chunk starts. Start this rank over: remove "
-            f"{rank.folder} and its output."
-            for index in chunks
-        ]
-    to_redo = {commit.chunk_index for commit in redo.commits}
-    redo.kept = [commit for index, commit in commits.items() if index not in to_redo]
-    redo.letters = [letters_of(commits.values(), one.chunk_index) for one in redo.commits if one.counts.dead]
-    if redo.commits or redo.lost:
-        plan.redo.append(redo)
-
-
-def _obstacle(rank: RankLedger, commits: dict[int, Commit], commit: Commit, shared: set[str | None]) -> str | None:
-    if any(file.path in shared for file in commit.files):
-        return "another commit names the same output file, which would be overwritten."
-    if commit.counts.dead and not _letters_are_whole(rank, commits, commit):
-        return f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file from a copy."
-    return None
-
-
-def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
-    """Start and end of a commit's dead letters in their file, in bytes. They are in the order of the commits."""
-    start = end = 0
-    for commit in commits:
-        start, end = end, commit.dead_letters_size
-        if commit.chunk_index == chunk_index:
-            break
-    return start, end
-
-
-def _letters_are_whole(rank: RankLedger, commits: dict[int, Commit], commit: Commit) -> bool:
-    """Whether the commit's dead letters are whole lines, or missing, or overwritten by an interrupted repair."""
-    start, end = letters_of(commits.values(), commit.chunk_index)
-    if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
-        return True
-    first = b"".join(rank.dead_letters(max(start - 1, 0), max(start, 1)))
-    last = b"".join(rank.dead_letters(end - 1, end))
-    starts_whole = not start or first in (b"\n", b" ")
-    return starts_whole and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
-
-
-def _holes(rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]) -> Iterator[tuple[range, bool]]:
-    """Runs of chunks without a commit to keep, each with whether redone chunks would end where they must."""
-    per_chunk = rank.run.get("records_per_chunk") or 0
-    ordinal = expected = 0
-    for index in sorted(kept):
-        if index > expected:
-            chunks = range(expected, index)
-            yield chunks, kept[index].first_ordinal - ordinal == per_chunk * len(chunks)
-        expected, ordinal = index + 1, kept[index].next_ordinal
-    chunks = range(expected, max(commits, default=-1) + 1)
-    if chunks:
-        # After the last commit to keep, only journals limit where redone chunks may end.
-        journals = max(journal_indices(rank.folder), default=-1)
-        yield chunks, all(commits[i].counts.read == per_chunk for i in chunks if i in commits and i < journals)
-
-
-# damaged logs ---------------------------------------------------------------------------------------------------------
-
-# Rebuilds a damaged commit log from the commits that it still proves: each whole line has a checksum.
-#
-# A commit is kept if the chunks before it, where they must be processed again, end where it starts. The other chunks
-# are processed again by the next run, which writes their output files again. Their dead letters are overwritten with
-# spaces (see ``repair``), because the redone chunks append them again. Before the log is replaced, it is copied.
-
-
-def plan_rebuild(rank: RankLedger) -> Redo | str:
-    """What to do with a rank whose log is damaged, or why nothing can be done."""
-    try:
-        whole = read_whole_commits(rank.commits_file)
-        last = read_last_chunk(rank.last_chunk_file)
-        per_chunk = rank.run.get("records_per_chunk") or 0
-    except CheckpointError as error:
-        return str(error)
-    # The order in which they were written: the size only grows, and only by a commit with dead letters.
-    whole.sort(key=lambda commit: (commit.dead_letters_size, commit.counts.dead == 0))
-    fitting = _fitting(whole, per_chunk)
-    plan = Redo(rank, None, [commit for commit in whole if fitting.get(commit.chunk_index) is commit])
-    top = max(-1 if last is None else last, *(commit.chunk_index for commit in whole), -1)
-    plan.lost = [index for index in range(top + 1) if index not in fitting]
-    end = 0
-    for commit in plan.kept:
-        foreign = rank.count_dead_letters(end, commit.dead_letters_size) - commit.counts.dead
-        if foreign < 0:
-            return f"dead letters of chunk {commit.chunk_index} are lost in {rank.dead_letters_file}. Restore it."
-        if foreign:
-            plan.letters.append((end, _end_of_letter(rank.dead_letters_file, end, foreign)))
-        end = commit.dead_letters_size
-    return plan
-
-
-def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
-    """The commits that can be kept, by chunk index: those before the first one that does not start where it must."""
-    found: dict[int, Commit] = {}
-    for commit in whole:
-        found.setdefault(commit.chunk_index, commit)
-    kept: dict[int, Commit] = {}
-    expected = ordinal = 0
-    for index, commit in sorted(found.items()):
-        if commit.first_ordinal != ordinal + (index - expected) * per_chunk:
-            break
-        kept[index] = commit
-        expected, ordinal = index + 1, commit.next_ordinal
-    return kept
-
-
-def _end_of_letter(path: Path, start: int, number: int) -> int:
-    """The offset after the ``number``-th dead letter from an offset on."""
-    with explained("read", path), path.open("rb") as file:
-        file.seek(start)
-        for _ in range(number):
-            file.readline()
-        return file.tell()
 
 
 def _keep_damaged_log(path: Path) -> None:
@@ -425,7 +163,8 @@ def _keep_damaged_log(path: Path) -> None:
 
 def _correct_last_chunk(path: Path, commits: list[int]) -> None:
     """Writes what the file for people must name once these commits are all there are. Survives power loss."""
-    if unbroken := count_unbroken(commits):
+    unbroken = count_unbroken(commits)
+    if unbroken:
         files.disk.make_dirs(path.parent)
         write_last_chunk(path, unbroken - 1)
     elif path.exists():

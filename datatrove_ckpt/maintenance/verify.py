@@ -28,32 +28,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from posixpath import dirname
 
-from datatrove.io import DataFolder, get_datafolder
+from datatrove.io import get_datafolder
 
-from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
-from datatrove_ckpt.checkpoint.identity import RunIdentity, comparable, compare, read_run
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
+from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, comparable, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks, recorded_output, removed_ranks
-from datatrove_ckpt.checkpoint.layout import HOME, JOB, RUN, rank_folder
-from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want, name_place, read_rank, read_ranks
+from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder
+from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
+from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.formatting import number_range, plural
-from datatrove_ckpt.output.arrow_types import Schema
-from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
-from datatrove_ckpt.output.committed import file_problem, published_names, stray_advice
-from datatrove_ckpt.output.formats import format_of_file, is_known
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubReads, looks_for
-from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
-from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
-from datatrove_ckpt.output.owner import Homes, Ownership
-from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import failure_line, file_system_call, http_status
+from datatrove_ckpt.maintenance.findings import CommittedChunk, Problem, Report
+from datatrove_ckpt.maintenance.verify_columns import check_columns
+from datatrove_ckpt.maintenance.verify_output import check_output
+from datatrove_ckpt.output.formats import is_known
 
 
 def verify(
@@ -76,7 +67,9 @@ def verify(
     Raises:
         ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
-    command = f"{repair_command(*(given or [str(checkpoints)]), output=output)}{' --full' if full else ''}"
+    command = repair_command(*(given or [str(checkpoints)]), output=output)
+    if full:
+        command += " --full"
     report = Report(checkpoints, command)
     for rank in read_ranks(checkpoints, CHECKED):
         report.ranks.append(rank)
@@ -109,7 +102,8 @@ def find_output(
     runs = [rank.run for rank in ranks if rank.run]
     recorded = recorded_output(checkpoints, runs)
     if recorded is not None:
-        now, other = checkpoints.absolute().with_name("output"), other_run(checkpoints, recorded)
+        now = checkpoints.absolute().with_name("output")
+        other = other_run(checkpoints, recorded)
         is_moved = other or (_is_in_run_folder(checkpoints, recorded) and not Path(recorded).is_dir())
         if is_moved and now.is_dir():
             return str(now)
@@ -130,7 +124,9 @@ def other_run(checkpoints: Path, recorded: str) -> Path | None:
     """The run folder whose output ``run.json`` names, if it is another run's: this one was copied or renamed."""
     there = Path(recorded).with_name("checkpoints")
     is_other = _is_in_run_folder(checkpoints, recorded) and there.is_dir() and not there.samefile(checkpoints)
-    return there.parent if is_other and any(there.glob(f"[0-9]*/{RUN}")) else None
+    if is_other and any(there.glob(f"[0-9]*/{RUN}")):
+        return there.parent
+    return None
 
 
 def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
@@ -145,9 +141,9 @@ def _check_rank(report: Report, rank: RankLedger) -> None:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
         report.add_problem(kind, str(rank.damage), rank)
         return
-    countable = is_known(str(rank.run.get("output_writer")))
+    is_countable = is_known(str(rank.run.get("output_writer")))
     for commit in rank.commits.values():
-        documents = commit.counts.written if countable else None
+        documents = commit.counts.written if is_countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
     _check_ordinals(report, rank)
     _check_dead_letters(report, rank)
@@ -170,12 +166,14 @@ def _check_ordinals(report: Report, rank: RankLedger) -> None:
             advice = f"To process them: {report.repair_command}, then run again."
             message = f"{gap} (chunks {number_range(chunk_index, commit.chunk_index)}). {advice}"
             report.add_problem("lost", message, rank, chunk_index)
-        chunk_index, ordinal = commit.chunk_index + 1, commit.next_ordinal
+        chunk_index = commit.chunk_index + 1
+        ordinal = commit.next_ordinal
 
 
 def _check_dead_letters(report: Report, rank: RankLedger) -> None:
     """Checks the number of dead letters of each commit: they lie between the sizes that two commits record."""
-    path, start = rank.dead_letters_file, 0
+    path = rank.dead_letters_file
+    start = 0
     for commit in rank.commits.values():
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
@@ -195,7 +193,8 @@ def _check_dead_letters(report: Report, rank: RankLedger) -> None:
 def _list_unfinished(report: Report, rank: RankLedger) -> None:
     if rank.state == "finished":
         return
-    before, journals = len(report.unfinished), rank.open_journals
+    before = len(report.unfinished)
+    journals = rank.open_journals
     last = max([*rank.commits, *journals], default=-1)
     for index in range(last):
         if index not in rank.commits and index not in journals:
@@ -221,27 +220,35 @@ def _check_settings(report: Report) -> None:
         for rank in ranks:
             variants[comparable("", rank.settings)].append(rank)
         usual, *others = sorted(variants.values(), key=len, reverse=True)
-        for rank in (rank for variant in others for rank in variant):
-            known = defaultdict[str, set[bytes]](set)
-            for change in accepted_changes(rank, usual[0]):
-                name = str(change.get("field"))
-                known[name] |= {comparable(name, change.get("old")), comparable(name, change.get("new"))}
-            changes = compare(usual[0].run, RunIdentity(rank.settings))
-            values = ((one.field, {comparable(one.field, value) for value in (one.old, one.new)}) for one in changes)
-            if all(known[name] >= both for name, both in values):
-                continue
-            differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
-            message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
-            report.add_problem("identity", message, rank, path=rank.folder / RUN)
+        for rank in chain.from_iterable(others):
+            changes = _not_accepted(rank, usual[0])
+            if changes:
+                differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
+                message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
+                report.add_problem("identity", message, rank, path=rank.folder / RUN)
+
+
+def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
+    """The differences between two ranks; none if the user has accepted all values of each field that differs."""
+    known = defaultdict[str, set[bytes]](set)
+    for accepted in accepted_changes(rank, usual):
+        name = str(accepted.get("field"))
+        known[name] |= {comparable(name, accepted.get("old")), comparable(name, accepted.get("new"))}
+    changes = compare(usual.run, RunIdentity(rank.settings))
+    for change in changes:
+        if not {comparable(change.field, change.old), comparable(change.field, change.new)} <= known[change.field]:
+            return changes
+    return []
 
 
 def accepted_changes(*ranks: RankLedger) -> list[Json]:
     """The changes that the user has accepted for these ranks of a job, or for the whole job."""
-    found = [change for rank in ranks if rank.run for change in rank.run.get("accepted_changes", [])]
+    runs = [rank.run for rank in ranks]
     job = ranks[0].folder.parent / JOB
     with suppress(CheckpointError):
-        found += read_run(job).get("accepted_changes", []) if job.exists() else []
-    return found
+        if job.exists():
+            runs.append(read_run(job))
+    return [change for run in runs for change in run.get("accepted_changes", [])]
 
 
 def _check_ranks(report: Report) -> None:
@@ -267,366 +274,3 @@ def _check_ranks(report: Report) -> None:
         if 0 < report.tasks <= rank:
             folder = str(rank_folder(report.checkpoints, rank))
             report.problems.append(Problem("rank", f"is one too many: the run has {tasks}.", rank=rank, path=folder))
-
-
-# verify columns -------------------------------------------------------------------------------------------------------
-
-# Whether the Parquet files of a run load as one dataset: no rank can see the columns of another one while it runs.
-# Loaders take the columns of the first file of a folder, by name, and convert those of the others.
-
-
-def check_columns(report: Report) -> None:
-    """Adds a problem for each column by which files of one folder do not load together, or not as what they are."""
-    broken = {problem.path for problem in report.problems}
-    files = {file.path: chunk for chunk in report.chunks for file in chunk.files if file.path.endswith(".parquet")}
-    firsts: dict[str, tuple[str, Schema]] = {}
-    found: dict[tuple[str, str], list[tuple[CommittedChunk, str, Misfit]]] = defaultdict(list)
-    for path, chunk in sorted(files.items()):
-        if path in broken or (schema := read_schema(report.folder, path)) is None:
-            continue
-        first, expected = firsts.setdefault(dirname(path), (path, schema))
-        for why in misfits(expected, schema):
-            found[first, why.column].append((chunk, path, why))
-    for (first, column), misfitting in found.items():
-        chunk, path, why = misfitting[0]
-        more = f" So {plural(len(misfitting) - 1, 'more file')}." if len(misfitting) > 1 else ""
-        message = (
-            f"{path} does not load after {first}, or as text: column {column!r} is {why.later} there, and {why.first} "
-            f"in the first file, whose types loaders take.{more} Give the loader a schema, or start over with one for "
-            "ParquetWriter."
-        )
-        report.add_problem("columns", message, chunk.rank, chunk.index, path)
-
-
-# findings -------------------------------------------------------------------------------------------------------------
-
-REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
-"""The kinds of problems after which ``repair`` lets a chunk be processed again."""
-
-
-@dataclass(slots=True)
-class Problem:
-    """One problem, or, in ``Report.unfinished``, work that is not done yet. The message says what to do."""
-
-    kind: str
-    message: str
-    root: str = ""
-    rank: int | None = None
-    chunk_index: int | None = None
-    path: str | None = None
-
-    def __str__(self) -> str:
-        place = name_place(self.root, self.rank, self.chunk_index)
-        return f"{place}: {self.message}" if place else self.message
-
-
-@dataclass(slots=True)
-class CommittedChunk:
-    """A committed chunk: its output files, and the number of documents in them (None: unknown)."""
-
-    rank: RankLedger
-    index: int
-    files: list[OutputFile]
-    documents: int | None
-
-    def __str__(self) -> str:
-        return name_place(self.rank.root, self.rank.number, self.index)
-
-
-@dataclass
-class Report:
-    """What ``verify`` found.
-
-    Attributes:
-        repair_command: the command that repairs the chunks to redo.
-        output: the output folder's name.
-        folder: the same as datatrove's ``DataFolder``.
-        ranks: without their commits, which ``chunks`` has.
-        sums: over the ranks.
-        not_started: ranks that are not there, and of which nothing shows that they ever were.
-        uncounted: the writers whose rows cannot be counted.
-    """
-
-    checkpoints: Path
-    repair_command: str
-    output: str = ""
-    folder: DataFolder = field(init=False)
-    ranks: list[RankLedger] = field(default_factory=list)
-    sums: JobSums = field(default_factory=JobSums)
-    chunks: list[CommittedChunk] = field(default_factory=list)
-    not_started: list[int] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    unfinished: list[Problem] = field(default_factory=list)
-    uncounted: set[str] = field(default_factory=set)
-
-    def add_problem(
-        self,
-        kind: str,
-        message: str,
-        rank: RankLedger | None = None,
-        chunk_index: int | None = None,
-        path: object = None,
-    ) -> None:
-        root, number = rank.key if rank else ("", None)
-        found = Problem(kind, message, root, number, chunk_index, None if path is None else str(path))
-        (self.unfinished if kind == "unfinished" else self.problems).append(found)
-
-    @property
-    def redo_advice(self) -> str:
-        """The last sentence about a file that `repair` makes again."""
-        return f" To redo it: {self.repair_command}, then run again."
-
-    @cached_property
-    def hub(self) -> HubFolder | None:
-        """The output folder on the hub; None if it is elsewhere."""
-        return HubFolder.of(self.folder)
-
-    @property
-    def tasks(self) -> int:
-        """The number of tasks of the run; 0 if no run.json tells."""
-        return max((rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root), default=0)
-
-
-# output files ---------------------------------------------------------------------------------------------------------
-
-# The names, sizes and hashes of all committed files are in memory, and so is the folder's listing. Content is streamed.
-
-
-_OF_ANOTHER_NAME = (
-    "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."
-)
-_STAGED = (
-    "a process on its way to publish has left it, unless a task works just now. Remove it, since readers of the folder "
-    "may take it for output."
-)
-_OF_ANOTHER_JOB = (
-    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another output_folder, bring "
-    "that checkpoint back, or delete it if nothing else needs it."
-)
-
-
-def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
-    """Adds the problems of the output files to the report.
-
-    Args:
-        full: also read the files.
-        folder_is_given: the user named the output folder, so if it does not exist, its files are missing.
-    """
-    try:
-        is_owned(report)
-    except OutputMismatch as refusal:
-        report.add_problem("owner", str(refusal), path=report.output)
-        return
-    found = _list(report, folder_is_given)
-    if found is None:
-        return
-    names = {path for path in found.sizes if not _is_ours(report, path)}
-    committed = _check_duplicates(report)
-    for chunk in report.chunks:
-        _check_chunk(report, chunk, found, full)
-    uncommitted = _Uncommitted(report)
-    for path in sorted(names - committed):
-        uncommitted.check(path)
-
-
-def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
-    """Every file in the output folder; None if the folder cannot be listed."""
-    folder = report.folder
-    committed = {plain(file.path): file for chunk in report.chunks for file in chunk.files}
-    try:
-        with file_system_call():
-            if report.hub is not None:
-                # A folder there exists with its first file, and may be listed as it was a moment ago.
-                found, reads = FoundFiles({}), HubReads(report.hub, StoppableCalls())
-                found.show(reads.looked("cannot be listed", report.hub.files))
-                for path, listed in found.hub_files.items():
-                    found.note(path, listed.size, listed.stamp, committed.get(path))
-                files = (file for chunk in report.chunks for file in chunk.files)
-                reads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
-                there = bool(found.sizes)
-            else:
-                folder.invalidate_cache()
-                found = FoundFiles()
-                for path, info in folder.find("", detail=True).items():
-                    if info["type"] != "directory":
-                        found.note(path, info["size"], _stamp(folder, path, info), committed.get(path))
-                there = bool(found.sizes) or folder.exists("")
-    except (OSError, OutputFailed) as failure:
-        error = failure.__cause__ or failure if isinstance(failure, OutputFailed) else failure
-        report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
-        return None
-    if not there and not folder_is_given and report.sums.numbers.files:
-        report.add_problem(
-            "output",
-            f"the output folder {report.output} does not exist. If it was moved, give its place with --output; if it "
-            "is lost, give the same folder with --output, and all its files count as missing.",
-            path=report.output,
-        )
-        return None
-    return found
-
-
-def _stamp(folder: DataFolder, path: str, info: Json) -> int:
-    """The stamp of a file in a listing. Of a file on a disk, a listing of fsspec has no exact time."""
-    if not folder.is_local():
-        return remote_stamp(info)
-    with suppress(OSError):  # removed since it was listed, which shows later
-        return local_stamp(Path(folder.resolve_paths(path)).stat())
-    return 0
-
-
-def is_owned(report: Report) -> bool:
-    """Whether the output folder is known to belong to the run.
-
-    Raises:
-        OutputMismatch: it belongs to another run.
-    """
-    if not (report.checkpoints / HOME).exists():  # a run of an earlier release, or a copy of a mirror
-        return False
-    templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
-    homes = Homes(report.checkpoints, None)
-    try:
-        owned = [Ownership(report.folder, template, homes).check() for template in sorted(templates)]
-    except OSError:
-        return False  # the listing fails, too, and explains why
-    return all(owned)
-
-
-def _list_advice(error: BaseException) -> str:
-    if http_status(error) == 404:
-        return "The repository may be gone, or have another name: restore it, or give the output's place with --output."
-    if http_status(error) in (401, 403):
-        return "Check the credentials and what they allow; for the hub, set HF_TOKEN or run hf auth login."
-    return "Check the network and the server, and run the same command again."
-
-
-def _is_ours(report: Report, path: str) -> bool:
-    """Whether a file is ours but no output: a staged file, or a checkpoint inside the output folder."""
-    if not report.folder.is_local():
-        return False
-    return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
-
-
-def _check_duplicates(report: Report) -> set[str]:
-    """The names of all committed files. Adds a problem if two commits name one file: one overwrote the other."""
-    claims: dict[str, list[CommittedChunk]] = defaultdict(list)
-    for chunk in report.chunks:
-        for file in chunk.files:
-            claims[plain(file.path)].append(chunk)
-    for path, claimants in claims.items():
-        if len(claimants) > 1:
-            names = " and by ".join(str(chunk) for chunk in claimants)
-            message = f"{path} is named by {names}. One overwrote the other: start one of them over."
-            report.add_problem("duplicate", message, claimants[0].rank, claimants[0].index, path)
-    return set(claims)
-
-
-def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool) -> None:
-    wrong = [(file.path, *why) for file in chunk.files if (why := _wrong(report, file, found, full)) is not None]
-    for path, kind, text in wrong:
-        advice = report.redo_advice if kind in REDO_KINDS else ""
-        report.add_problem(kind, f"{path} {text}.{advice}", chunk.rank, chunk.index, path)
-    # On the hub, a footer costs some requests of the limit; that the content is the committed one says as much.
-    if full and not wrong and report.hub is None:
-        _check_documents(report, chunk)
-
-
-def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str] | None:
-    """The kind and the description of a file's problem; None if it has none."""
-    if not found.is_right(file):
-        return file_problem(file, found.size(file))
-    if not full and plain(file.path) not in found.touched:
-        return None
-    try:
-        with file_system_call():
-            actual = content_hash(report.folder, file.path)
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) or (report.hub is not None and http_status(error) == 404):
-            return "missing", "is missing"
-        return "output", f"cannot be read: {failure_line(error)}"
-    if actual != file.xxh128:
-        return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
-    return None
-
-
-def _check_documents(report: Report, chunk: CommittedChunk) -> None:
-    numbers = [_count_documents(report.folder, file.path) for file in chunk.files if chunk.documents is not None]
-    if chunk.documents is None or None in numbers:
-        report.uncounted.add(str(chunk.rank.run.get("output_writer")))
-        return
-    found = sum(number or 0 for number in numbers)
-    if found != chunk.documents:
-        message = f"its output files hold {found} documents instead of the {chunk.documents} that were committed."
-        report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
-
-
-def _count_documents(folder: DataFolder, path: str) -> int | None:
-    """The number of documents in a file; None if the file's format is unknown here."""
-    with suppress(ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or no codec
-        if (known := format_of_file(path)) is not None:
-            with folder.open(path, "rb", compression=None if known.is_compressed else "infer") as file:
-                return known.count(file)
-    return None
-
-
-class _Uncommitted:
-    """Tells files that a run will still commit from foreign files."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
-        self._ranks = {rank.key: rank for rank in report.ranks}
-        self._later: dict[tuple[str, int], tuple[RankLedger | None, set[str]]] = {}
-        self._published: dict[int, set[str] | None] = {}
-        self._tasks = report.tasks
-        templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
-        self._patterns = [output_pattern(template) for template in sorted(templates - {""})]
-
-    def check(self, path: str) -> None:
-        if not self._patterns:
-            return  # no run.json can be read, so no file can be told from a foreign one
-        if path.startswith(f"{STAGING}/"):
-            self._report.add_problem("foreign", f"{path}: {_STAGED}", path=path)
-            return
-        matches = [match for pattern in self._patterns if (match := pattern.fullmatch(path))]
-        advice = f"{stray_advice(1)}." if matches else _OF_ANOTHER_NAME
-        if not matches and self._report.hub is not None:
-            return  # a repository holds other things, too: a card, other jobs' files
-        for match in matches:
-            key, chunk_index = rank_and_chunk(match)
-            rank = self._ranks.get(key)
-            if rank is not None and rank.state == "damaged":
-                return  # it may belong to a lost commit; the damage itself is reported
-            now, files = self._look_again(key)
-            if path in files:
-                return  # committed meanwhile
-            rank = rank or now
-            if rank is None:
-                if not key[0] and 0 < self._tasks <= key[1]:
-                    continue  # the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before
-                place = name_place(*key)
-                advice = (
-                    f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
-                )
-            elif rank.state != "finished" and not self._may_be_published(key[1], path):
-                advice = _OF_ANOTHER_JOB
-            elif rank.state != "finished" and (*key, chunk_index) not in self._committed:
-                message = f"{path} is published but not committed yet."
-                self._report.add_problem("unfinished", message, rank, chunk_index, path)
-                return
-        self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
-
-    def _may_be_published(self, number: int, path: str) -> bool:
-        if number not in self._published:
-            self._published[number] = published_names(self._report.checkpoints, number)
-        known = self._published[number]
-        return known is None or path in known
-
-    def _look_again(self, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
-        """A rank as it is now, if it is there, and the files that it has committed: it may have gone on meanwhile."""
-        if key not in self._later:
-            folder = rank_folder(self._report.checkpoints / key[0], key[1])
-            now = read_rank(*key, folder, Want.COMMITS) if folder.exists() else None
-            commits = now.commits.values() if now is not None else ()
-            self._later[key] = now, {file.path for commit in commits for file in commit.files}
-        return self._later[key]

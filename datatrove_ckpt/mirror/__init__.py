@@ -3,8 +3,10 @@
 The copy is a series of versions: immutable objects, and per version a manifest that names its objects. The newest
 complete version is restored when the local folder is missing or older.
 
-    mirror.py        RemoteMirror: the thread that uploads, and what it has uploaded; start reading here
-    manifests.py     the format on the remote: versions, owners, manifests, objects, seals
+    mirror.py        RemoteMirror: the thread that uploads; start reading here
+    uploads.py       what is uploaded, and the versions made of it
+    manifests.py     the format on the remote: versions, owners, manifests, objects
+    sealing.py       seals of versions, made with a key
     restore.py       what happens before a rank opens its checkpoint
     object_store.py  reads and writes below one URL; the seam for crash tests
 """

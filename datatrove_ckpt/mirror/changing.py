@@ -23,9 +23,9 @@ from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.mirror.job import restore_job
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
-from datatrove_ckpt.mirror.mirror import Uploads
 from datatrove_ckpt.mirror.reading import unreadable
 from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.retrying import failure_line
 
 _THREADS = 32
@@ -59,7 +59,8 @@ def upload_rank(url: str, folder: Path) -> None:
     Raises:
         StorageFailed: it could not be uploaded. The version before it is the newest one still.
     """
-    snapshot, uploads = _snapshot(folder), Uploads(Versions(url))
+    snapshot = _snapshot(folder)
+    uploads = Uploads(Versions(url))
     try:
         uploads.start_version(parse_run(folder / layout.RUN, snapshot.run), snapshot)
         for name in snapshot.sizes:
@@ -112,10 +113,13 @@ def _snapshot(folder: Path) -> Snapshot:
     paths = [*(folder / name for name in names)]
     paths += [layout.journal_path(folder, index) for index in layout.journal_indices(folder)]
     sizes = {path.name: path.stat().st_size for path in paths if path.exists()}
-    answers, unfinished, last = [], frozenset[int](), 0
+    answers = []
+    unfinished = frozenset[int]()
+    last = 0
     if (folder / layout.CACHE).exists():
         with closing(RequestCache(folder / layout.CACHE)) as cache:
             unfinished = frozenset(cache.ordinals())
-            answers, last = cache.answers_since(0, unfinished), cache.last_answer
+            answers = cache.answers_since(0, unfinished)
+            last = cache.last_answer
     run = (folder / layout.RUN).read_bytes()
     return Snapshot(run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last)

@@ -79,7 +79,8 @@ def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Co
 
 def restore_job(url: str, folder: Path) -> None:
     """Copies ``job.json`` of a mirror, if there is one, into a copy of its ranks. Raises OSError."""
-    if job := _read_job(ObjectStore(url)):
+    job = _read_job(ObjectStore(url))
+    if job:
         (folder / JOB).write_bytes(sealed_json(stamped(job)))
 
 

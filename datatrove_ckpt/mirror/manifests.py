@@ -12,21 +12,11 @@ object.
 A version is complete if its manifest is intact and so is, of each of its objects, one of the two copies. Versions
 share objects, so with one copy a single bad byte would spoil all the versions that are kept. The object store itself
 makes the second copy, which costs a request and no transfer.
-
-Versions may be sealed with a key, so that nobody without the key can make or change one. The key is in the environment
-and nowhere else. The seal is an HMAC-SHA256 of the manifest, the name of the version and the rank's place on the
-mirror. So a manifest cannot be changed, renumbered, or moved to another rank. A sealed manifest names the SHA-256 of
-each object, because xxh128 finds damage, but not intent.
-
-What a seal cannot show: whoever can write to the mirror can remove versions, and an older sealed version then is the
-newest one. Only a node that still has its folder notices that. And they can stop a run, by claiming the mirror.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -44,88 +34,13 @@ from datatrove_ckpt.checkpoint.layout import (
     RETRY_INPUT,
     SHARD,
     is_journal,
-    retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import is_count, seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, has_right_types
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
+from datatrove_ckpt.mirror.sealing import Seal, without_seal
 
 T = TypeVar("T")
-
-_LEAST_CHARACTERS = 16
-_SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
-
-
-class Seal:
-    """Adds and checks the seals of one rank's versions. Without a key it adds none.
-
-    Args:
-        url: URL of the rank's folder on the remote.
-
-    Raises:
-        ConfigError: the key is too short.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        *_, parent, folder = ["", *url.rstrip("/").split("/")]
-        # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
-        self._place = f"{parent}/{folder}" if retry_number(parent) is not None else folder
-        self._key = Key.wrap(os.environ.get(MIRROR_KEY_VARIABLE))
-        self.is_on = self._key is not None
-        """Whether there is a key."""
-        if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:
-            raise ConfigError(
-                f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters (`openssl rand -hex 32` "
-                "makes one). Unset the variable to mirror without a key."
-            )
-
-    def add(self, name: str, body: bytes) -> bytes:
-        """The manifest's JSON with its seal, if there is a key. ``name``: of the version's object."""
-        if self._key is None:
-            return body
-        return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
-
-    def check(self, name: str, body: bytes) -> None:
-        """Checks a manifest that is about to be trusted.
-
-        Raises:
-            CheckpointCorrupt: it has no seal, or another one, and there is a key.
-            ConfigError: it has a seal, and there is no key.
-        """
-        sealed = _SEALED.fullmatch(body)
-        which = f"{self._url}/{name}"
-        if self._key is None:
-            if sealed is not None:
-                raise ConfigError(
-                    f"{MIRROR_KEY_VARIABLE} is not set, but {which} is sealed with a key. Export the key where the "
-                    "tasks run. To go on without a key, remove the mirror, and continue from the local folder."
-                )
-        elif sealed is None:
-            raise CheckpointCorrupt(
-                f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can write to the mirror "
-                "may have made it. If it was made before you had a key, and you trust it, start once without the key, "
-                "and then with it: what is uploaded from then on is sealed. Otherwise remove this version."
-            )
-        elif not hmac.compare_digest(self._digest(name, sealed[1] + b"}").encode(), sealed[2]):
-            raise CheckpointCorrupt(
-                f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this rank and version: it "
-                "was made with another key, changed, or moved there. Set the key that made it, or remove this version."
-            )
-
-    def _digest(self, name: str, body: bytes) -> str:
-        assert self._key is not None
-        message = f"datatrove-ckpt mirror 1\n{self._place}\n{name}\n".encode() + body
-        return hmac.digest(self._key.reveal().encode(), message, "sha256").hex()
-
-
-def without_seal(body: bytes) -> bytes:
-    """A manifest's JSON without its seal."""
-    sealed = _SEALED.fullmatch(body)
-    return body if sealed is None else sealed[1] + b"}"
-
 
 FORMAT = 1
 """Version of the format of everything below a rank's folder."""
@@ -294,7 +209,9 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
         size += len(lines[-1])
         if size >= MAX_OBJECT_BYTES:
             yield b"".join(lines), frozenset(ordinals)
-            lines, ordinals, size = [], set(), 0
+            lines = []
+            ordinals = set()
+            size = 0
     if lines:
         yield b"".join(lines), frozenset(ordinals)
 
@@ -332,9 +249,14 @@ class Versions:
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
         """All ownerships and versions, from one listing. The ownership that wins and the newest version come last."""
-        found = [match for match in map(_NAME.fullmatch, self._store.names()) if match]
-        ownerships = sorted(Ownership(int(match[2]), match[3]) for match in found if match[1] == Ownership.kind)
-        return ownerships, sorted(Version(int(match[2]), match[3]) for match in found if match[1] == Version.kind)
+        ownerships: list[Ownership] = []
+        versions: list[Version] = []
+        for match in filter(None, map(_NAME.fullmatch, self._store.names())):
+            if match[1] == Ownership.kind:
+                ownerships.append(Ownership(int(match[2]), match[3]))
+            else:
+                versions.append(Version(int(match[2]), match[3]))
+        return sorted(ownerships), sorted(versions)
 
     def all_versions(self) -> list[Version]:
         """Oldest first."""

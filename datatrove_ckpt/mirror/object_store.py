@@ -36,22 +36,16 @@ class Effects:
     def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
         """Writes ``data`` to the object, in place of what it held."""
         if _is_hub(fs):  # ``pipe_file`` would leave a copy in the temporary folder if it fails
-            from huggingface_hub import HfApi
-
-            _, owner, name, key = path.split("/", 3)
-            HfApi(endpoint=fs.endpoint).batch_bucket_files(f"{owner}/{name}", add=[(data, key)])
-            return
-        fs.pipe_file(path, data)
+            _put_on_hub(fs, path, data)
+        else:
+            fs.pipe_file(path, data)
 
     def put_file(self, fs: AbstractFileSystem, path: str, file: Path) -> None:
         """The same with a file's content, which need not fit into memory."""
         if _is_hub(fs):
-            from huggingface_hub import HfApi
-
-            _, owner, name, key = path.split("/", 3)
-            HfApi(endpoint=fs.endpoint).batch_bucket_files(f"{owner}/{name}", add=[(str(file), key)])
-            return
-        fs.put_file(str(file), path)
+            _put_on_hub(fs, path, str(file))
+        else:
+            fs.put_file(str(file), path)
 
     def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
         """Copies an object. Object stores do this without sending the content over the network."""
@@ -60,6 +54,14 @@ class Effects:
     def delete(self, fs: AbstractFileSystem, path: str) -> None:
         """Removes the object."""
         fs.rm_file(path)
+
+
+def _put_on_hub(fs: AbstractFileSystem, path: str, content: bytes | str) -> None:
+    """``content``: bytes, or the path of a file."""
+    from huggingface_hub import HfApi
+
+    _, owner, name, key = path.split("/", 3)
+    HfApi(endpoint=fs.endpoint).batch_bucket_files(f"{owner}/{name}", add=[(content, key)])
 
 
 def _is_hub(fs: AbstractFileSystem) -> bool:
@@ -95,14 +97,17 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # Missing parents of a local folder are made; a bucket is not.
-        options = {"auto_mkdir": True} if get_protocol(url) in ("file", "local") else {}
+        self._is_local = get_protocol(url) in ("file", "local")
+        options = {}
+        if self._is_local:
+            options["auto_mkdir"] = True  # missing parents of a folder are made; a bucket is not
         with file_system_call():
             self._fs, root = url_to_fs(self.url, **options)
         no_bars_in_logs()
         self._root = root.rstrip("/")
-        self._is_local = bool(options)
-        self._streamed = {"block_size": 0} if _is_hub(self._fs) else {}  # else sizes are looked up in a listing first
+        self._streamed = {}
+        if _is_hub(self._fs):
+            self._streamed["block_size"] = 0  # else sizes are looked up in a listing first
 
     def put(self, name: str, data: bytes) -> None:
         with file_system_call():
@@ -154,7 +159,9 @@ class ObjectStore:
             if http_status(error) == 404:
                 return None
             raise
-        return data if len(data) <= most else None
+        if len(data) <= most:
+            return data
+        return None
 
     def names(self, folder: str = "") -> list[str]:
         """The names of the objects and folders directly in the folder; none if there is no such folder.

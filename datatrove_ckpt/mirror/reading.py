@@ -44,7 +44,7 @@ class MirrorReader:
         url: ``checkpoints_remote_dir``.
         folder: where the copy goes; empty.
         wanted: which files are needed; ``run.json`` always is.
-        trusted: refuse versions that are not sealed with the key, see ``manifests.py``.
+        trusted: refuse versions that are not sealed with the key, see ``sealing.py``.
     """
 
     def __init__(self, url: str, folder: Path, wanted: Wanted, trusted: bool = False) -> None:
@@ -76,7 +76,8 @@ class MirrorReader:
             raise unreadable(self.url, error) from error
 
     def _copy(self, name: str) -> CopiedRank | None:
-        mirrored, known = Versions(f"{self.url}/{name}"), self.ranks.get(name)
+        mirrored = Versions(f"{self.url}/{name}")
+        known = self.ranks.get(name)
         newer = [version for version in mirrored.all_versions() if known is None or version > known.version]
         problems = list[str]()
 

@@ -25,6 +25,7 @@ start.
 from __future__ import annotations
 
 from contextlib import ExitStack, closing, suppress
+from itertools import count
 from pathlib import Path
 
 from loguru import logger
@@ -96,7 +97,9 @@ def restore(url: str, folder: Path) -> None:
         ConfigError: the bucket does not exist.
     """
     # A folder without run.json holds no checkpoint.
-    owner: OwnerJson | None = read_run(folder / RUN).get("owner", {"nonce": ""}) if (folder / RUN).exists() else None
+    owner: OwnerJson | None = None
+    if (folder / RUN).exists():
+        owner = read_run(folder / RUN).get("owner", {"nonce": ""})
     mirrored = Versions(url)
     try:
         versions = mirrored.all_versions()
@@ -142,7 +145,8 @@ def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, o
         guard = files.Lock(folder.with_name(f"{folder.name}.restoring.lock"))
         stack.callback(guard.release, remove=True)
         staging = folder.with_name(f"{folder.name}.restoring")
-        if (built := _build_newest(mirrored, versions, staging)) is None:
+        built = _build_newest(mirrored, versions, staging)
+        if built is None:
             return
         version, manifest = built
         aside = _set_aside(folder, stack)
@@ -186,7 +190,8 @@ def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) ->
         _download(mirrored, manifest, versions, staging)
         return version, manifest
 
-    if (built := mirrored.newest(versions, build, problems)) is not None:
+    built = mirrored.newest(versions, build, problems)
+    if built is not None:
         if problems:
             logger.warning(
                 f"Using version {built[0].number} of {built[1].when} from the mirror {mirrored.url}, because newer "
@@ -244,8 +249,7 @@ def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
     if not folder.exists():
         return None
     stack.callback(files.Lock(folder / LOCK).release)
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
-        number += 1
+    names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in count(1))
+    aside = next(path for path in names if not path.exists())
     files.disk.rename(folder, aside)
     return aside

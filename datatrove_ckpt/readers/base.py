@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
@@ -47,10 +46,8 @@ from datatrove_ckpt.readers.positions import (
     PositionedDocument,
     ReaderStart,
     Row,
-    RowShard,
     ShardKey,
     State,
-    saved_skipped,
     start_reader,
 )
 from datatrove_ckpt.redaction import check_no_secrets, check_options, refuse_variables
@@ -133,7 +130,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _position: Position | None = None  # of this run's last document
     _resolved: tuple[str, str] = ("", "")
     _file_extent: FileExtent = FileExtent()  # of the file that is read now
-    _file_level: str = "INFO"  # of the log line for each file
 
     def __init__(self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object) -> None:
         super().__init__(data_folder, **options)
@@ -190,46 +186,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             start.earlier.append(start.finished_digest)
             start.record = partial(record_reader, self, inputs, count)
         else:
-            yield from self._documents(inputs, start, [rank, world_size], inputs.row_shard)
-
-    def shard(self, index: int, count: int, by: str = "") -> Iterator[Document]:
-        """One of ``count`` shards of all files: every ``count``-th file or row, see ``Inputs.are_dealt_out``.
-
-        ``skip`` and ``limit`` hold for all shards together. Which rows they leave is known only to who reads them, so
-        each shard reads all rows up to the limit then, and gives every ``count``-th document.
-
-        Resumes from the state that ``load_state_dict`` got, by what that state was dealt out by. The state is taken by
-        this call, not at the first document.
-        """
-        state = self._take_state()
-        start = ReaderStart(state=state, skipped=saved_skipped(state))
-        inputs = self._list_inputs(0, 1, state)
-        self._file_level = "DEBUG"  # of each worker of a training loop, in each epoch
-        saved = state or {}
-        key: ShardKey = saved.get("shard", [])
-        if key:
-            by = str([*key, "files"][2])
-        elif self.skip or self.limit != -1:
-            by = "documents"
-        if count > 1 and by == "documents":
-            done = saved["documents"] if key else 0
-            documents = self._documents(inputs, start, [index, count, by], ALL_ROWS)
-            return islice(documents, (index - done) % count, None, count)
-        if inputs.are_dealt_out(count, by):
-            inputs = inputs.shard(index, count)
-            return self._documents(inputs, start, [index, count], ALL_ROWS)
-        return self._documents(inputs, start, [index, count, "rows"], (index, count))
-
-    def check_shard(self, state: State) -> None:
-        """Raises at once what ``shard`` would raise with its first document, if the input is not that of the state."""
-        inputs = self._list_inputs(0, 1, state)
-        key = state["shard"]
-        checked = checked_state(self, state, key, self._reader_state(0))
-        if checked is None:
-            return
-        if len(key) == 2:
-            inputs = inputs.shard(*key)
-        self._check_input(inputs, checked)
+            yield from self._documents(inputs, start, [rank, world_size])
 
     def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
         """datatrove's method of this name, but the document has a slot for its position."""
@@ -288,9 +245,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         names = [name for name in listed if not is_ours(name)]
         return names[rank::world_size] if names else None
 
-    def _documents(
-        self, inputs: Inputs, start: ReaderStart, shard: ShardKey, row_shard: RowShard
-    ) -> Iterator[Document]:
+    def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
         self._start_state = start.state
         state = checked_state(self, start.state, shard, self._reader_state(0))
         digest = Digest()
@@ -316,14 +271,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 if not file_position:  # else an earlier attempt has counted it
                     self.stat_update("input_files")
                 name = inputs.names[index]
-                logger.log(self._file_level, f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
+                logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
                 shared = self._state_in_file(inputs, index, before, start, shard, digest)
                 self._file_extent = extent.file(index, digest.bytes, inputs.size(index))
                 file = FileState(shared, extent, self._file_extent)
                 skipped_before = start.skipped
                 in_file = file_position != ()
                 place = (int(shard[0]), documents + passed)
-                for document, after in self._read_input(inputs, index, file_position, row_shard, place):
+                for document, after in self._read_input(inputs, index, file_position, place):
                     if isinstance(document, Skipped):
                         start.skipped = start.skipped.plus(document)
                         continue
@@ -338,13 +293,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     documents_bar.update()
                     if documents == self.limit:
                         break
-                start.note_skipped(name, skipped_before, in_file or row_shard != ALL_ROWS)
+                start.note_skipped(name, skipped_before, in_file or inputs.row_shard != ALL_ROWS)
                 files_bar.update()
                 self._end_file(inputs, index, digest, documents - before, file.file)
                 file_position = ()
         start.earlier.append(str(digest))
         start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
-        if not found and row_shard == ALL_ROWS:
+        if not found and inputs.row_shard == ALL_ROWS:
             for name, damaged in start.skipped_in.items():
                 self._refuse_without_documents(name, damaged)
 
@@ -420,14 +375,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     # Formats -------------------------------------------------------------------------------------------------------
 
-    def _read_input(
-        self, inputs: Inputs, index: int, file_position: FilePosition, row_shard: RowShard, number: tuple[int, int]
-    ) -> FileRead:
+    def _read_input(self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]) -> FileRead:
         """``_read``, for the file of this index. ``number``: of the rank, and of its documents so far."""
-        return self._read(inputs.names[index], file_position, row_shard)
+        return self._read(inputs.names[index], file_position)
 
     @abstractmethod
-    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition) -> FileRead:
         """The documents and skipped rows of one file after ``file_position``, each with the place right after it."""
 
     def _may_grow(self, name: str) -> bool:

@@ -153,23 +153,21 @@ class DatasetInputs(Inputs):
 
     # Reading -------------------------------------------------------------------------------------------------------
 
-    def batches(
-        self, index: int, first: int, row_shard: tuple[int, int], size: int, count: Count
-    ) -> Iterator[dict[str, list[Any]]]:
+    def batches(self, index: int, first: int, size: int, count: Count) -> Iterator[dict[str, list[Any]]]:
         """The rank's rows of one shard from its ``first``-th on, in batches as ``dataset.iter`` makes them.
 
         ``count`` gets the number of rows of the whole shard, if that is known before they are read.
         """
+        number, shares = self.row_shard
         if self.is_map:
-            share = self.dataset.shard(row_shard[1], row_shard[0], contiguous=False)
+            share = self.dataset.shard(shares, number, contiguous=False)
             if first >= len(share):
                 return iter(())
             rows = share
             if first:
                 rows = share.select(range(first, len(share)))
         else:
-            start = row_shard[0] + first * row_shard[1]
-            rows = _from_row(self.dataset, self.shards[index], start, row_shard[1], count)
+            rows = _from_row(self.dataset, self.shards[index], number + first * shares, shares, count)
         found: Iterator[dict[str, list[Any]]] = rows.iter(size)
         return found
 

@@ -38,7 +38,6 @@ from datatrove_ckpt.readers.positions import (
     FilePosition,
     FileRead,
     Row,
-    RowShard,
     State,
     job_revisions,
 )
@@ -167,22 +166,20 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def _input_extent(self, inputs: Inputs) -> InputExtent:
         return InputExtent(inputs, self.limit, _count_rows(inputs))
 
-    def _read_input(
-        self, inputs: Inputs, index: int, file_position: FilePosition, row_shard: RowShard, number: tuple[int, int]
-    ) -> FileRead:
+    def _read_input(self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]) -> FileRead:
         if not isinstance(inputs, DatasetInputs):
             raise TypeError(f"not the input of this reader: {inputs!r}")
         rank, documents = number
         done = file_position[0] if file_position else 0
         row = done - done % self.batch_size
         extent = self._file_extent
-        share, shares = row_shard
+        share, shares = inputs.row_shard
 
         def count(number: int) -> None:
             extent.per = extent.size / max(1, -(-max(0, number - share) // shares))
 
         with self._naming(without_commit(inputs.urls[index])):
-            for batch in inputs.batches(index, row, row_shard, self.batch_size, count):
+            for batch in inputs.batches(index, row, self.batch_size, count):
                 lines = [dict(zip(batch, values, strict=False)) for values in zip(*batch.values(), strict=False)]
                 made: list[tuple[Document | Skipped, FilePosition]] = []
                 with self.track_time("batch"):
@@ -202,7 +199,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 "and run the same command again."
             )
 
-    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition) -> FileRead:
         raise NotImplementedError("a dataset has no files that can be read by name")
 
     read_file = _read  # datatrove's readers of files have it

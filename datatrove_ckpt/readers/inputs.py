@@ -28,12 +28,11 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
-from datatrove_ckpt.readers.positions import State, in_pipeline
+from datatrove_ckpt.readers.positions import ALL_ROWS, RowShard, State, in_pipeline
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.step_records import plain_settings
 
 _NAME_BYTES = 64
-_UNEVEN = 0.01
 _SAMPLE = 2**16
 # What file systems call a value that changes with a file's content.
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "sha256", "checksum", "generation", "xet_hash")
@@ -59,7 +58,7 @@ class Inputs:
         infos: what a listing has told, by the index of the name.
     """
 
-    row_shard: tuple[int, int] = (0, 1)
+    row_shard: RowShard = ALL_ROWS
     """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index`` on."""
     commit: str | None = None
     """Of a dataset on the hub."""
@@ -144,18 +143,6 @@ class Inputs:
         indices = range(len(self.names))[rank::world_size]
         infos = {new: self._infos[old] for new, old in enumerate(indices) if old in self._infos}
         return Inputs(self.folder, self.names[rank::world_size], infos)
-
-    def are_dealt_out(self, count: int, by: str = "") -> bool:
-        """Whether ``count`` shards get whole files, and not rows of all.
-
-        ``by``: "files"; "rows"; "auto": if the shards' bytes differ by 1 % at most; else if there are enough files.
-        """
-        if by in ("files", "rows"):
-            return by == "files"
-        if by == "auto" and 1 < count <= len(self.names):
-            sums = [sum(map(self.size, range(index, len(self.names), count))) for index in range(count)]
-            return max(sums) - min(sums) <= _UNEVEN * max(sums)
-        return len(self.names) >= count
 
     def digest(self, count: int) -> Digest:
         """The digest of the first ``count`` files."""

@@ -37,7 +37,7 @@ from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_dam
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row, RowShard
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row
 
 _BLOCK = 2**20
 _HEAD = 2**16
@@ -87,9 +87,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))
         self.stop_on_bad_line = stop_on_bad_line
 
-    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition) -> FileRead:
         offset, number = file_position[:2] or (0, 0)
-        index, count = row_shard
         extent = self._file_extent
         is_plain = self._codec(name) is None
         if is_plain:
@@ -110,8 +109,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                     if start < _HEAD:
                         head.update(line[: _HEAD - start])
                         head_hash = head.intdigest()
-                    if count > 1 and (number - 1) % count != index:
-                        continue
                     document = self._parse(line, name, number - 1)
                     if document is not None:
                         yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)

@@ -262,5 +262,5 @@ RowShard: TypeAlias = tuple[int, int]
 
 ALL_ROWS: RowShard = (0, 1)
 
-ShardKey: TypeAlias = list[int | str]
-"""The part of the input that a run reads, as its state names it: [rank, world_size], or [index, count, "rows"]."""
+ShardKey: TypeAlias = list[int]
+"""The part of the input that a run reads, as its state names it: [rank, world_size]."""

@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
-from datatrove_ckpt.readers.positions import ALL_ROWS, Adapter, FilePosition, FileRead, Row, RowShard
+from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -144,19 +144,11 @@ class _TableReader(SeekingReader):
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         """From (group, row) on: group, number of the batch's first row in it, batch. No batch spans two groups."""
 
-    def _read(self, name: str, file_position: FilePosition, row_shard: RowShard) -> FileRead:
+    def _read(self, name: str, file_position: FilePosition) -> FileRead:
         group, row, number = file_position or (0, 0, 0)
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
-            rows: Sequence[int] = range(row, row + batch.num_rows)
-            first_number: int | None = number
-            if row_shard != ALL_ROWS:
-                index, count = row_shard
-                first = (index - group - row) % count
-                batch = take_rows(batch, range(first, len(rows), count))
-                rows = rows[first::count]
-                first_number = None
-            documents = self._convert(batch, rows, name, group, first_number)
-            for document, row in documents:
+            rows = range(row, row + batch.num_rows)
+            for document, row in self._convert(batch, rows, name, group, number):
                 number += document is not Skipped.WITHOUT_TEXT
                 yield document, (group, row + 1, number)
 

@@ -114,8 +114,11 @@ def assert_same_output_after_crash(
             if disk.crashed_at is None:
                 assert_equal(folder / output, expected, crashes)
                 return
-            report.points += [] if crashes else [disk.crashed_at]
-            further = 0 if number % max(recoveries, 1) else depth - 1
+            if not crashes:
+                report.points.append(disk.crashed_at)
+            further = 0
+            if number % max(recoveries, 1) == 0:
+                further = depth - 1
             for survivor in disk.survivors():
                 if report.is_new(folder, further):
                     after_crash(folder)
@@ -137,9 +140,12 @@ def _state(folder: Path) -> str:
         digest.update(name.encode())
         if name.endswith(f"/{HISTORY}"):
             # Of a history only the last byte decides what the next attempt does. The numbers in it are for people.
-            records = [parse_line(line) for line in whole_lines(content)]
-            content = repr((content[-1:], [None if record is None else record.KIND for record in records])).encode()
-        digest.update(_rows(folder / name) if name.endswith(CACHE) else content)
+            records = map(parse_line, whole_lines(content))
+            kinds = [getattr(record, "KIND", None) for record in records]
+            content = repr((content[-1:], kinds)).encode()
+        if name.endswith(CACHE):
+            content = _rows(folder / name)
+        digest.update(content)
     return str(digest.hexdigest())
 
 

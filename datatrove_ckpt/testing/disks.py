@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,12 +75,12 @@ def path_of(args: Arguments) -> Path:
 
 
 def _on_disk(name: str) -> Callable[..., int | None]:
-    return lambda self, *args: self.happen(name, args, path_of(args), lambda: getattr(files.Disk, name)(self, *args))
+    return lambda self, *args: self.happen(name, args, path_of(args), partial(getattr(files.Disk, name), self, *args))
 
 
 def _on_remote(name: str) -> Callable[..., None]:
-    do = getattr(object_store.Effects, name)
-    return lambda self, *args: self.disk.happen(name, args, args[1], lambda: do(self, *args))
+    effect = getattr(object_store.Effects, name)
+    return lambda self, *args: self.disk.happen(name, args, args[1], partial(effect, self, *args))
 
 
 for _name in EFFECTS:
@@ -142,7 +143,8 @@ def copy_tree(source: Path, target: Path) -> None:
 @contextmanager
 def disk_in_place(disk: files.Disk) -> Iterator[None]:
     """Makes all rooms write to ``disk`` inside the block. A simulated crash ends the block and is swallowed."""
-    before, files.disk = files.disk, disk
+    before = files.disk
+    files.disk = disk
     effects = object_store.effects
     if isinstance(disk, CrashingDisk):
         object_store.effects = WatchedRemote(disk)
@@ -150,7 +152,8 @@ def disk_in_place(disk: files.Disk) -> Iterator[None]:
         with suppress(SimulatedCrash):
             yield
     finally:
-        files.disk, object_store.effects = before, effects
+        files.disk = before
+        object_store.effects = effects
         disk.close()
 
 

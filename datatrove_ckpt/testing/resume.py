@@ -59,9 +59,15 @@ def samples_of(batch: Any) -> list[Any]:
         is_table = isinstance(batch, Mapping) or all(hasattr(column, "shape") for column in columns)
         if columns and is_table and len(lengths) == 1 and lengths != {None}:
             rows = zip(*columns, strict=True)
-            return [dict(zip(batch, row, strict=True)) for row in rows] if isinstance(batch, Mapping) else list(rows)
-        return [batch] if isinstance(batch, Mapping) else list(columns)
-    return list(batch) if _length(batch) is not None else [batch]
+            if isinstance(batch, Mapping):
+                return [dict(zip(batch, row, strict=True)) for row in rows]
+            return list(rows)
+        if isinstance(batch, Mapping):
+            return [batch]
+        return list(columns)
+    if _length(batch) is not None:
+        return list(batch)
+    return [batch]
 
 
 def assert_resume_is_exact(
@@ -98,18 +104,22 @@ def assert_resume_is_exact(
     whole = list(trial.run(None, 0))
     if not whole:
         raise ValueError("The loader gave no batch. Nothing can be compared.")
-    report = ResumeReport(
-        [sum(len(names) for at, names in whole if at == epoch) for epoch in range(epochs)],
-        [sum(at == epoch for at, _ in whole) for epoch in range(epochs)],
-    )
+    report = ResumeReport([0] * epochs, [0] * epochs)
+    for epoch, names in whole:
+        report.samples[epoch] += len(names)
+        report.batches[epoch] += 1
     ends = [*accumulate(report.batches)][:-1]  # of epochs that another one follows
-    for stop in _default_stops(report.batches) if stops is None else stops:
+    if stops is None:
+        stops = _default_stops(report.batches)
+    for stop in stops:
         numbers = (stop,) if isinstance(stop, int) else tuple(stop)
         last = sum(numbers)
         if min(numbers, default=-1) < 0 or last > len(whole):
             raise ValueError(f"stops must lie from 0 to {len(whole)}, the number of batches, not {stop!r}.")
-        for between in (False, True) if last > 0 and last in ends else (False,):
-            _compare(whole, trial.in_pieces(numbers, between), numbers, between)
+        _compare(whole, trial.in_pieces(numbers, False), numbers, False)
+        report.stops.append(numbers)
+        if last > 0 and last in ends:
+            _compare(whole, trial.in_pieces(numbers, True), numbers, True)
             report.stops.append(numbers)
     return report
 
@@ -129,7 +139,9 @@ class _Trial:
         ``between``: the state is taken when the epoch is over, and not at its last batch.
         """
         loader = self.make_loader()
-        stateful: Any = loader if hasattr(loader, "state_dict") else getattr(loader, "dataset", None)
+        stateful: Any = loader
+        if not hasattr(loader, "state_dict"):
+            stateful = getattr(loader, "dataset", None)
         if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
             raise TypeError(f"{type(loader).__name__} has no state_dict and load_state_dict, and nor has its dataset.")
         if self.state is not None:
@@ -138,11 +150,15 @@ class _Trial:
         for epoch in range(first, self.epochs):
             if self.epochs > 1:
                 _set_epoch(loader, epoch)
-            # No iterator for a state that is taken before the first batch.
-            batches = iter(loader) if stop != 0 or between else iter(())
-            while (taken != stop or between) and (batch := next(batches, None)) is not None:
+            batches: Iterator[Any] = iter(())
+            if stop != 0 or between:  # no iterator for a state that is taken before the first batch
+                batches = iter(loader)
+            while taken != stop or between:
+                batch = next(batches, None)
+                if batch is None:
+                    break
                 taken += 1
-                yield epoch, tuple((name_of(one), sys.intern(_types(one))) for one in self.samples(batch))
+                yield epoch, tuple((name_of(sample), sys.intern(_types(sample))) for sample in self.samples(batch))
             if taken == stop:
                 self.state = epoch + between, pickle.dumps(stateful.state_dict())
                 return
@@ -152,7 +168,9 @@ class _Trial:
         self.state = None
         seen: list[Batch] = []
         for number, stop in enumerate([*stops, None]):
-            first = self.state[0] if self.state else 0
+            first = 0
+            if self.state is not None:
+                first = self.state[0]
             seen += self.run(stop, first, between and number == len(stops) - 1)
         return seen
 
@@ -160,7 +178,9 @@ class _Trial:
 def name_of(sample: Any) -> str:
     """A sample as text that is equal only for equal values: what a message shows of it, and a hash of the rest."""
     text = repr(_plain(sample))
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
 def _types(value: Any) -> str:
@@ -181,26 +201,36 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _length(value: Any) -> int | None:
     """The length of a column, or None for anything else."""
     shape = getattr(value, "shape", None)
     if shape is not None:
-        return int(shape[0]) if len(shape) else None
-    return len(value) if isinstance(value, list | tuple) else None
+        if len(shape):
+            return int(shape[0])
+        return None
+    if isinstance(value, list | tuple):
+        return len(value)
+    return None
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    parts: list[Any] = [getattr(loader, name, None) for name in ("dataset", "sampler")]
-    for part in [loader] if hasattr(loader, "set_epoch") else parts:
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(epoch)
+        return
+    for name in ("dataset", "sampler"):
+        part: Any = getattr(loader, name, None)
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
 
 def _default_stops(batches: list[int]) -> list[int]:
-    stops, before = set(), 0
+    stops = set()
+    before = 0
     for count in batches:
         stops |= {before + 1, before + max(count // 2, 1), before + count}
         before += count
@@ -211,15 +241,18 @@ def _compare(whole: list[Batch], seen: list[Batch], stops: tuple[int, ...], betw
     """Raises an AssertionError that says how they differ."""
     if seen == whole:
         return
-    wanted, got = _counts(whole), _counts(seen)
-    lines = [
-        f"Stopped after {' and then '.join(map(str, stops))} batches{', between two epochs,' * between} the loader "
-        "did not go on where it had stopped:"
-    ]
+    wanted = _counts(whole)
+    got = _counts(seen)
+    where = f"{' and then '.join(map(str, stops))} batches"
+    if between:
+        where += ", between two epochs,"
+    lines = [f"Stopped after {where} the loader did not go on where it had stopped:"]
     for what, more in (("seen too often", got - wanted), ("skipped", wanted - got)):
         for epoch in sorted({epoch for epoch, _ in more}):
             these = {name: count for (at, name), count in more.items() if at == epoch}
-            named = ", ".join(list(these)[:_NAMED]) + ", ..." * (len(these) > _NAMED)
+            named = ", ".join(list(these)[:_NAMED])
+            if len(these) > _NAMED:
+                named += ", ..."
             lines.append(f"  {what} in epoch {epoch}: {sum(these.values())} samples: {named}")
     if len(lines) == 1:
         lines.append("  " + _where_they_part(whole, seen))

@@ -121,21 +121,28 @@ class FakeServer:
         if other is not None:
             return web.Response(body=orjson.dumps(other(payload)), content_type="application/json")
         text = self._answer(payload, times)
-        choice: Payload = {"index": 0, "finish_reason": self.finish_reason}
-        message = {"role": "assistant", "content": text, **self.message}
-        choice |= {"message": message} if "messages" in payload else {"text": text}
-        choice |= {"logprobs": self.logprobs} if self.logprobs else {}
-        choices = [{**choice, "index": index} for index in range(min(payload.get("n", 1), self.most_choices))]
+        choice: Payload = {"finish_reason": self.finish_reason}
+        if "messages" in payload:
+            choice["message"] = {"role": "assistant", "content": text, **self.message}
+        else:
+            choice["text"] = text
+        if self.logprobs:
+            choice["logprobs"] = self.logprobs
+        choices = [{"index": index, **choice} for index in range(min(payload.get("n", 1), self.most_choices))]
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
         body = orjson.dumps({"id": "fake", "choices": choices, "usage": self.usage or usage})
         return web.Response(body=body, content_type="application/json")
 
 
 def _question(payload: Payload) -> str:
-    asked = payload["messages"][-1].get("content") if "messages" in payload else payload.get("prompt", payload)
+    asked = payload.get("prompt", payload)
+    if "messages" in payload:
+        asked = payload["messages"][-1].get("content")
     if isinstance(asked, list) and asked and all(isinstance(part, dict) and "text" in part for part in asked):
         return "".join(part["text"] for part in asked)
-    return asked if isinstance(asked, str) else orjson.dumps(asked, option=orjson.OPT_SORT_KEYS).decode()
+    if isinstance(asked, str):
+        return asked
+    return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def _answer_to(payload: Payload, times: int) -> str:

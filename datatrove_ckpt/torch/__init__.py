@@ -1,34 +1,36 @@
 """Readers as torch datasets whose position can be saved and restored; whole checkpoints of a training.
 
-    dataset.py    ReaderDataset, restore(); start reading here
-    order.py      which row stands at which position of an epoch; which worker reads which positions
-    epoch.py      an iteration of a worker: what it reads, from the settings and the state, and the reading
-    index.py      the rows of an input by number
-    blocks.py     BlockInput: the input as blocks of rows; block_formats.py: what a format gives
-    samples.py    rows of a table as dicts and arrays, and rows taken out of batches
-    states.py     states of ReaderDataset; merging.py: states of all workers together, of Pack and Mix, too
-    seals.py      checksums of states, and files that hold them
-    packing.py    Pack: rows of tokens as samples of one length
-    mixing.py     Mix: several sources, drawn by weight
-    stateful.py   what these two and ReaderDataset share: iterations, numbers in shared memory; needs no torch
+    dataset.py     ReaderDataset, restore(); start reading here
+    topology.py    which worker reads which positions of an epoch
+    order.py       which row stands at which position
+    epoch.py       an iteration of a worker: what it reads, from the settings and the state, and the reading
+    index.py       the rows of an input by number
+    blocks.py      BlockInput: the input as blocks of rows; row_counts.py keeps their numbers, unified.py has one schema
+    block_file.py  a file as blocks; parquet_blocks.py, arrow_blocks.py and line_blocks.py: one format each
+    batches.py     rows taken out of batches; samples.py: rows as dicts and arrays
+    states.py      states of ReaderDataset; merging.py: states of all workers together, of Pack and Mix, too
+    seals.py       checksums of states, and files that hold them
+    packing.py     Pack: rows of tokens as samples of one length
+    mixing.py      Mix: several sources, drawn by weight
+    stateful.py    what these two and ReaderDataset share: iterations, numbers in shared memory
 
     checkpoints.py  TrainingCheckpoints: all states of a training, saved together
     steps.py        the folders of saved steps
     snapshot.py     what a save copies while the training waits
     ranks.py        what ranks tell each other
 
-What needs torch is imported at its first use, so that the rest can be imported and tested without it.
+``TrainingCheckpoints`` needs torch. It is imported at its first use, so that the rest can be used without torch.
 """
 
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.torch.merging import gather, merge
+from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
+from datatrove_ckpt.torch.merging import merge
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.packing import Pack
 
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
-    from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
 
 __all__ = [
     "Mix",
@@ -36,7 +38,6 @@ __all__ = [
     "ReaderDataset",
     "Sample",
     "TrainingCheckpoints",
-    "gather",
     "merge",
     "restore",
     "text_and_id",
@@ -44,9 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name != "TrainingCheckpoints":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from datatrove_ckpt.torch import checkpoints, dataset
+    from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
 
-    module = next(one for one in (dataset, checkpoints) if name in vars(one))
-    return getattr(module, name)
+    return TrainingCheckpoints

@@ -55,8 +55,11 @@ Writer = Callable[[Path], object]
 _LOOK_SECONDS = 0.25  # how often ranks ask each other whether to save or to stop
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
-_INPUT, _RANDOM = "input.pt", "random.pt"
-_SIGNAL = 2.0  # why the ranks stop
+_INPUT = "input.pt"
+_RANDOM = "random.pt"
+# Why the ranks stop.
+_SIGNAL = 2.0
+_OTHER = 1.0
 _SAY_SECONDS = 10.0  # after which it is said what the end waits for
 
 
@@ -110,26 +113,42 @@ class TrainingCheckpoints:
         ):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ConfigError(f"{name}: must be an integer from {least} on; it is {value!r}.")
-        self._every_steps, self._mtbf = every_steps, mtbf_seconds
-        self._every_seconds = "auto" if every_seconds is None and every_steps is None else every_seconds
-        self._keep_last, self._keep_best, self._keep_every = keep_last, keep_best, keep_every
-        self._best, self._sign = best.removeprefix("-"), -1.0 if best.startswith("-") else 1.0
-        self._asynchronous, self._only_plain = asynchronous, only_plain
+        self._every_steps = every_steps
+        self._mtbf = mtbf_seconds
+        if every_seconds is None and every_steps is None:
+            every_seconds = "auto"
+        self._every_seconds = every_seconds
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._keep_every = keep_every
+        self._best = best.removeprefix("-")
+        self._highest_is_best = best.startswith("-")
+        self._asynchronous = asynchronous
+        self._only_plain = only_plain
         self._ranks = Ranks()
         self._steps = Steps(Path(folder).absolute(), remote)
         self._steps.make()
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
-        self.epoch, self.metrics = 0, dict[str, float]()
+        self.epoch = 0
+        self.metrics = dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
-        self._rollbacks, self._writing, self._uploading = 0, _Task(asynchronous), _Task(asynchronous)
-        self._snapshot, self._manifests = Snapshot(), dict[StepName, Manifest]()
-        self._copied, self._is_copied = StepName(-1, 0), False
-        self._pause, self._write_seconds, self._saved_at = 0.0, 0.0, time.monotonic()
+        self._rollbacks = 0
+        self._writing = _Task(asynchronous)
+        self._uploading = _Task(asynchronous)
+        self._snapshot = Snapshot()
+        self._manifests = dict[StepName, Manifest]()
+        self._copied = StepName(-1, 0)
+        self._is_copied = False
+        self._pause = 0.0
+        self._write_seconds = 0.0
+        self._saved_at = time.monotonic()
         self._has_looked = self._has_claimed = False
-        self._last_step, self._look_at, self._looked = 0, 0, (0, time.monotonic())
+        self._last_step = 0
+        self._look_at = 0
+        self._looked = (0, time.monotonic())
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
 
@@ -154,7 +173,8 @@ class TrainingCheckpoints:
             if self._preemption is None or not self._preemption.shutdown.is_fast:
                 self.close(raises=error is None)
         finally:
-            preemption, self._preemption = self._preemption, None
+            preemption = self._preemption
+            self._preemption = None
             assert preemption is not None
             preemption.__exit__(kind, error, trace)
 
@@ -175,17 +195,24 @@ class TrainingCheckpoints:
 
     def _wait_for_copy(self) -> bool:
         """Whether the copy under way has ended. A signal that comes meanwhile ends the wait."""
-        shutdown, began = self._preemption.shutdown if self._preemption is not None else None, time.monotonic()
-        cause, is_said = shutdown.cause if shutdown is not None else "", False
+        began = time.monotonic()
+        cause = self._stop_cause
+        is_said = False
         while not self._uploading.join(_LOOK_SECONDS):
             assert self._steps.store is not None
             if not is_said and time.monotonic() - began > _SAY_SECONDS:
                 is_said = True
                 logger.warning(f"Waiting for the copy of a step to {self._steps.store.url}. A signal ends that.")
-            if shutdown is not None and shutdown.cause != cause:
+            if self._stop_cause != cause:
                 self._not_copied = StorageFailed(f"The copy to {self._steps.store.url} did not end.")
                 return False
         return True
+
+    @property
+    def _stop_cause(self) -> str:
+        if self._preemption is None:
+            return ""
+        return self._preemption.shutdown.cause
 
     def _hurry(self) -> None:
         if self._preemption is not None and self._preemption.shutdown.is_fast:
@@ -213,7 +240,8 @@ class TrainingCheckpoints:
             is_saved = not any(self._ranks.gather(self._not_saved is not None))
             assert self._preemption is not None
             why = self._preemption.shutdown.cause or "another rank stops"
-            logger.warning(f"The training stops after step {step}, which is {'NOT ' * (not is_saved)}saved ({why}).")
+            end = "saved" if is_saved else "NOT saved"
+            logger.warning(f"The training stops after step {step}, which is {end} ({why}).")
             if stops == _SIGNAL and not self._preemption.shutdown.is_requested:
                 os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
             self._preemption.shutdown.request("another rank")
@@ -224,13 +252,17 @@ class TrainingCheckpoints:
 
     def _look(self, step: int) -> tuple[float, bool, float]:
         """What all ranks agree on: why to stop, 0 if not; whether to save; how many seconds a step takes."""
-        (last, at), now = self._looked, time.monotonic()
+        last, at = self._looked
+        now = time.monotonic()
         self._looked = step, now
         stops = 0.0
         if self._preemption is not None:
             self._preemption.stop_before(self._time_ends, 2 * self._write_seconds + _MARGIN_SECONDS)
             cause = self._preemption.shutdown.cause
-            stops = _SIGNAL if cause in signal.Signals.__members__ else bool(cause)
+            if cause in signal.Signals.__members__:
+                stops = _SIGNAL
+            elif cause:
+                stops = _OTHER
         seconds = (now - at) / max(1, step - last)
         interval = self._interval()
         is_time = interval is not None and now - self._saved_at >= interval
@@ -276,9 +308,9 @@ class TrainingCheckpoints:
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
         if writer is not None and not self._is_shared:
             raise ConfigError("save: a writer needs a folder that all nodes share.")
-        step = index(step) if hasattr(step, "__index__") else -1
-        if step < 0:
+        if not hasattr(step, "__index__") or index(step) < 0:
             raise ConfigError("save: the step must be an integer from 0 on.")
+        step = index(step)
         if step < self._last_step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
@@ -289,7 +321,8 @@ class TrainingCheckpoints:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"save: metrics must be numbers: {error}.") from error
         self._writing.join()
-        name, self._last_step = StepName(self._rollbacks, step), step
+        name = StepName(self._rollbacks, step)
+        self._last_step = step
         try:
             self._claim()
         except StorageFailed as error:  # of all ranks
@@ -307,16 +340,19 @@ class TrainingCheckpoints:
             contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
         if numbers and self._keep_best and self._best not in numbers and not self._manifests and self._is_owner:
             logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
-        self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
+        self._pause = time.monotonic() - began
+        self._saved_at = time.monotonic()
         if not self._is_owner:
             self._not_saved = None
             return
         try:
-            contents = self._snapshot.take(contents) if self._asynchronous else contents
+            if self._asynchronous:
+                contents = self._snapshot.take(contents)
         except Exception as error:  # no room in memory
             self._failed(name, error)
             return
-        self._pause, self._saved_at = time.monotonic() - began, time.monotonic()
+        self._pause = time.monotonic() - began
+        self._saved_at = time.monotonic()
         self._writing.start(self._write, name, contents, numbers, self._pause)
 
     def _claim(self) -> None:
@@ -331,19 +367,24 @@ class TrainingCheckpoints:
                 if self._copies:
                     with suppress(Exception):  # a remote that is away is said when the step is copied
                         there, _ = self._steps.remote_manifests()
-                if not self._has_looked and (names := [*self._steps.names(), *there]):
-                    raise ConfigError(
-                        f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. Call "
-                        "restore_latest() to go on with it, or choose another folder."
-                    )
+                if not self._has_looked:
+                    self._refuse_earlier([*self._steps.names(), *there])
                 self._steps.refuse_others(there)
         except CkptError as error:
             refused = error
-        if found := list(filter(None, self._ranks.gather(refused))):
+        refusals = [each for each in self._ranks.gather(refused) if each is not None]
+        if refusals:
             self._steps.unlock()
-            raise refused or found[0]
+            raise refused or refusals[0]
         self._has_claimed = self._has_looked = True
         self._steps.training = self._ranks.gather(self._steps.training or uuid.uuid4().hex)[0]
+
+    def _refuse_earlier(self, names: list[StepName]) -> None:
+        if names:
+            raise ConfigError(
+                f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. Call "
+                "restore_latest() to go on with it, or choose another folder."
+            )
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Calls it in each rank. Whether all of them succeeded; if not, the save has failed."""
@@ -404,8 +445,10 @@ class TrainingCheckpoints:
 
     def _by_metric(self, manifests: Mapping[StepName, Manifest]) -> list[StepName]:
         found = {name: manifest["metrics"].get(self._best) for name, manifest in manifests.items()}
-        known = [name for name in found if isinstance(found[name], float) and math.isfinite(found[name])]
-        return sorted(known, key=lambda name: (self._sign * found[name], name))
+        known = [name for name, value in found.items() if value is not None and math.isfinite(value)]
+        if self._highest_is_best:
+            return sorted(known, key=lambda name: (-found[name], name))
+        return sorted(known, key=lambda name: (found[name], name))
 
     @property
     def _copies(self) -> bool:
@@ -414,14 +457,17 @@ class TrainingCheckpoints:
     def _upload(self) -> None:
         """Copies the newest step to the remote, and removes what need not stay there, until there is no newer one."""
         assert self._steps.store is not None
-        while (name := max(self._manifests)) != self._copied or not self._is_copied:
+        while not self._is_copied or max(self._manifests) != self._copied:
+            name = max(self._manifests)
             try:
-                self._copied, self._is_copied = name, False
+                self._copied = name
+                self._is_copied = False
                 there, incomplete = self._steps.remote_manifests()
                 self._steps.refuse_others(there)
                 self._steps.own_remote()
                 self._steps.upload(name)
-                self._is_copied, self._not_copied = True, None
+                self._is_copied = True
+                self._not_copied = None
             except Exception as error:
                 why = f"{name} is not copied to {self._steps.store.url}: {failure_line(error)}"
                 self._not_copied = StorageFailed(why)
@@ -461,7 +507,9 @@ class TrainingCheckpoints:
                 self._seed(loader, 0)
                 return None
             name, passed = chosen
-            self._rollbacks, self._look_at, self._last_step = name.rollbacks, 0, name.step
+            self._rollbacks = name.rollbacks
+            self._look_at = 0
+            self._last_step = name.step
             self._load(name, reader, states)
             if loader is not None:
                 self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain), name.step)
@@ -484,23 +532,24 @@ class TrainingCheckpoints:
         """The step that all folders have whole, and the newer ones that are not. None: nothing was ever saved."""
         self._writing.join()
         self._has_looked = True
+        here = []
         if self._is_owner:
             with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
                 self._steps.lock()
-        here = self._names() if self._is_owner else []
+            here = self._names()
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")  # of rank 0's folder
         names = sorted({name for each in self._ranks.gather(here) for name in each if is_wanted(name)})
         if best:
-            names = self._by_metric(self._manifests)[::-1] if self._is_owner else []
-            names = self._ranks.gather(names)[0]
+            names = self._ranks.gather(self._by_metric(self._manifests)[::-1])[0]
         passed: list[str] = []
         for name in reversed(names):
-            found = self._ranks.gather(self._damage(name) if self._is_owner else None)
-            for failed in (each for each in found if isinstance(each, Exception)):
-                raise StorageFailed(f"{name} cannot be read: {failure_line(failed)}.") from failed
+            found = self._ranks.gather(self._damage(name))
+            for failed in found:
+                if isinstance(failed, Exception):
+                    raise StorageFailed(f"{name} cannot be read: {failure_line(failed)}.") from failed
             damage = [each for each in found if each]
             if not damage:
-                self._steps.training = self._steps.manifest(name).get("training", "")
+                self._steps.training = self._steps.manifest(name)["training"]
                 return name, passed
             passed.append(f"{name}: {damage[0]}")
             self._manifests.pop(name, None)
@@ -516,7 +565,7 @@ class TrainingCheckpoints:
         for name in names:
             with suppress(CheckpointCorrupt):
                 self._manifests[name] = self._steps.manifest(name)
-                self._steps.training = self._manifests[name].get("training", "")
+                self._steps.training = self._manifests[name]["training"]
         try:
             return sorted({*names, *self._steps.remote_names()})
         except Exception as error:
@@ -530,6 +579,8 @@ class TrainingCheckpoints:
 
         An exception: whether it can is not known.
         """
+        if not self._is_owner:
+            return None
         try:
             try:
                 self._steps.check(name)
@@ -587,7 +638,8 @@ class TrainingCheckpoints:
 
         if None in found:
             raise ConfigError("The step was saved without a loader.")
-        epochs, states = [each["epoch"] for each in found], [each["loader"] for each in found]
+        epochs = [each["epoch"] for each in found]
+        states = [each["loader"] for each in found]
         if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
             self.epoch = restore(loader, states)
         elif len(found) == self._ranks.size:
@@ -636,20 +688,32 @@ class TrainingCheckpoints:
             raise ConfigError("rollback: give one of to= and before=.")
         self._has_looked = True
         self._claim()
-        chosen = self._choose(lambda name: name.step == to if before is None else name.step < before, best=to == "best")
+
+        def is_wanted(name: StepName) -> bool:
+            if before is None:
+                return name.step == to
+            return name.step < before
+
+        chosen = self._choose(is_wanted, best=to == "best")
         if chosen is None:
-            raise ConfigError(f"rollback: there is no step {'before ' + str(before) if to is None else to}.")
+            wanted = to if before is None else f"before {before}"
+            raise ConfigError(f"rollback: there is no step {wanted}.")
         old, _ = chosen
         self._load(old, reader, states)
         if loader is not None and not skip_input:
             self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain), old.step)
-        own = _input_state(loader) if skip_input else None
+        own = None
+        if skip_input:
+            own = _input_state(loader)
         inputs = self._ranks.gather(own)
-        self._rollbacks, self._look_at, self._last_step = self._rollbacks + 1, 0, old.step
+        self._rollbacks += 1
+        self._look_at = 0
+        self._last_step = old.step
         new = StepName(self._rollbacks, old.step)
         if self._is_owner:
             self._uploading.join()
-            self._copy(old, new, inputs if own is not None else None)
+            changed = {} if own is None else {_INPUT: inputs}
+            self._copy(old, new, changed)
             if self._copies:
                 self._uploading.start(self._upload)
         self._ranks.gather(None)
@@ -657,22 +721,23 @@ class TrainingCheckpoints:
         self._saved_at = time.monotonic()
         return old.step
 
-    def _copy(self, old: StepName, new: StepName, inputs: list[Any] | None) -> None:
+    def _copy(self, old: StepName, new: StepName, changed: dict[str, Any]) -> None:
         self._steps.begin(new)
         source = self._steps.folder / str(old)
         contents: dict[str, Any] = {file: blocks(source / file) for file in self._steps.manifest(old)["files"]}
-        if inputs is not None:
-            contents[_INPUT] = inputs
-        self._manifests[new] = self._steps.finish(new, contents, self.metrics)
-        for name in [name for name in self._steps.names() if name.rollbacks < new.rollbacks and name.step > new.step]:
-            self._steps.remove(name)
-            self._manifests.pop(name, None)
+        self._manifests[new] = self._steps.finish(new, contents | changed, self.metrics)
+        for name in self._steps.names():
+            if name.rollbacks < new.rollbacks and name.step > new.step:
+                self._steps.remove(name)
+                self._manifests.pop(name, None)
 
 
 def _input_state(loader: Any) -> dict[str, Any] | None:
     from datatrove_ckpt.torch.dataset import epoch_of
 
-    return None if loader is None else {"epoch": epoch_of(loader), "loader": loader.state_dict()}
+    if loader is None:
+        return None
+    return {"epoch": epoch_of(loader), "loader": loader.state_dict()}
 
 
 class _Task:

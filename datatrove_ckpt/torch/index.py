@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers import JsonlReader, SeekingReader
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.blocks import BlockInput
-from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
-from datatrove_ckpt.torch.samples import Batches, Parts, in_order, json_row, owned, table_rows
+from datatrove_ckpt.readers.tables import Numbers
+from datatrove_ckpt.torch.batches import Batches, Parts, owned
+from datatrove_ckpt.torch.blocks import BlockInput, FilesReader
+from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
+from datatrove_ckpt.torch.samples import json_row, table_rows
 
 _OF_DICTS = 3
 """How much larger the dicts of JSONL are than their lines."""
@@ -33,11 +36,11 @@ class Index:
     """The blocks of a reader's files, and what a state keeps of them.
 
     Raises:
-        ConfigError: the reader's files have no blocks.
+        ConfigError: a file is an Arrow stream with dictionaries.
         InputError: a file is damaged.
     """
 
-    def __init__(self, reader: SeekingReader) -> None:
+    def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
         size = _OF_DICTS if isinstance(reader, JsonlReader) else 1
         self.table = BlockTable(self.blocks, self.blocks.sequential, reader.skip, reader.limit, size)
@@ -57,7 +60,7 @@ class Index:
             return
         self._inputs.check_all(then["files"])
         for key in ("skip", "limit"):
-            if then.get(key, now[key]) != now[key]:
+            if then[key] != now[key]:
                 raise CheckpointMismatch(
                     f"The state was made with {key}={then[key]}, and this reader has {key}={now[key]}. Use the same, "
                     "or start without the state."
@@ -68,9 +71,8 @@ class Index:
                 f"had {then['rows']} rows, and have {now['rows']}, or their row groups have other sizes, or skip or "
                 f"limit is another one. {remedy()}"
             )
-        found = now["content"]
-        kept: Any = then.get("content", found)
-        if kept != found and kept[0] == found[0]:
+        kept = then["content"]
+        if kept != now["content"] and kept[0] == now["content"][0]:
             raise CheckpointMismatch(
                 "The input has changed: the files have the same names, sizes and numbers of rows as when the state was "
                 f"made, but the content of one is another. {remedy()}"
@@ -96,7 +98,8 @@ class _Loaded:
 
     def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
         """For each of these rows, its block, and its number in the block."""
-        (piece, places), pieces = self._find(rows), self.window.pieces
+        piece, places = self._find(rows)
+        pieces = self.window.pieces
         return pieces.block[piece], pieces.start[piece] + places - (np.cumsum(pieces.rows) - pieces.rows)[piece]
 
     def _find(self, rows: Numbers) -> tuple[Numbers, Numbers]:
@@ -109,16 +112,22 @@ class RowSource:
     """Rows of an order by their places. Holds the open window of each share that it reads, and no others."""
 
     def __init__(self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None) -> None:
-        self._index, self._order, self._columns = index, order, columns
+        self._index = index
+        self._order = order
+        self._columns = columns
         self._open: dict[int, _Loaded] = {}
 
     def rows(self, shares: Numbers, rows: Numbers) -> list[Row]:
         """The rows with these numbers in their shares."""
         found: list[Row | None] = [None] * len(shares)
-        table, names = self._index.table, self._index.blocks.names
-        for places, part, (block, in_block) in self._parts(shares, rows, origins=True):
-            files, lines = table.file[block].tolist(), (table.first[block] + in_block).tolist()
-            data = part if isinstance(part, list) else part.to_pylist()
+        table = self._index.table
+        names = self._index.blocks.names
+        for places, data, share, numbers in self._parts(shares, rows):
+            block, in_block = self._open[share].origins(numbers)
+            files = table.file[block].tolist()
+            lines = (table.first[block] + in_block).tolist()
+            if not isinstance(data, list):
+                data = data.to_pylist()
             for place, one, file, line in zip(places.tolist(), data, files, lines, strict=True):
                 found[place] = Row(one, names[file], line)
         return [row for row in found if row is not None]
@@ -126,21 +135,17 @@ class RowSource:
     def samples(self, shares: Numbers, rows: Numbers) -> list[dict[str, Any] | None]:
         """The same as plain dicts, without their origin. Lists of numbers are arrays. None: a damaged line."""
         found: list[dict[str, Any] | None] = [None] * len(shares)
-        for places, part, _ in self._parts(shares, rows):
-            made: list[dict[str, Any] | None]
-            made = [row and json_row(row) for row in part] if isinstance(part, list) else [*table_rows(part)]
+        for places, part, _, _ in self._parts(shares, rows):
+            if isinstance(part, list):
+                made = [row and json_row(row) for row in part]
+            else:
+                made = table_rows(part)
             for place, sample in zip(places.tolist(), made, strict=True):
                 found[place] = sample
         return found
 
-    def table(self, shares: Numbers, rows: Numbers) -> Any:
-        """The same as one table; of JSONL a list of dicts."""
-        if self._index.blocks.gives_dicts:
-            return self.samples(shares, rows)
-        return in_order([(places, part) for places, part, _ in self._parts(shares, rows)])
-
-    def _parts(self, shares: Numbers, rows: Numbers, origins: bool = False) -> Iterator[tuple[Numbers, Any, Any]]:
-        """Some of the rows: which these are, a table or list of them, and where they come from."""
+    def _parts(self, shares: Numbers, rows: Numbers) -> Iterator[tuple[Numbers, Any, int, Numbers]]:
+        """Some of the rows: which these are, a table or list of them, their share, and their numbers in its window."""
         for share in np.unique(shares).tolist():
             mine = np.flatnonzero(shares == share)
             windows = self._order.shares[share].window_of(rows[mine])
@@ -149,23 +154,29 @@ class RowSource:
                 self._load(share, number)
                 numbers = rows[places] - self._open[share].window.first
                 for some, part in self._open[share].take(numbers):
-                    yield places[some], part, self._open[share].origins(numbers[some]) if origins else None
+                    yield places[some], part, share, numbers[some]
 
     def _load(self, share: int, number: int) -> None:
-        if share not in self._open or self._open[share].number != number:
-            self._open.pop(share, None)  # its memory is free before the next window is read
-            window = self._order.shares[share].window(number)
-            read = np.argsort(window.pieces.block, kind="stable")
-            # In the order of the files: a large row group is then decoded once for all of its blocks in the window.
-            parts, is_list = self._read(window, read), self._index.blocks.gives_dicts
-            loaded = [row for part in parts for row in part] if is_list else Batches(parts, window.shuffled)
-            count = window.pieces.rows
-            moved = np.empty_like(count)
-            moved[read] = np.cumsum(count[read]) - count[read]
-            self._open[share] = _Loaded(number, window, loaded, moved - (np.cumsum(count) - count))
+        if share in self._open and self._open[share].number == number:
+            return
+        self._open.pop(share, None)  # its memory is free before the next window is read
+        window = self._order.shares[share].window(number)
+        read = np.argsort(window.pieces.block, kind="stable")
+        # In the order of the files: a large row group is then decoded once for all of its blocks in the window.
+        parts = self._read(window, read)
+        loaded: Batches | list[dict[str, Any] | None]
+        if self._index.blocks.gives_dicts:
+            loaded = list(chain.from_iterable(parts))
+        else:
+            loaded = Batches(parts, window.shuffled)
+        count = window.pieces.rows
+        moved = np.empty_like(count)
+        moved[read] = np.cumsum(count[read]) - count[read]
+        self._open[share] = _Loaded(number, window, loaded, moved - (np.cumsum(count) - count))
 
     def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Any]:
-        blocks, pieces = self._index.blocks, window.pieces
+        blocks = self._index.blocks
+        pieces = window.pieces
         last = -1
         for place in read.tolist():
             file = blocks[int(pieces.block[place])].file
@@ -177,8 +188,14 @@ class RowSource:
             blocks.let_go(last)
 
     def _piece(self, window: OpenWindow, place: int) -> Any:
-        blocks, pieces = self._index.blocks, window.pieces
-        start, count = int(pieces.start[place]), int(pieces.rows[place])
+        blocks = self._index.blocks
+        pieces = window.pieces
+        start = int(pieces.start[place])
+        count = int(pieces.rows[place])
         rows = blocks.read(blocks[int(pieces.block[place])], self._columns)
-        part = rows[start : start + count] if isinstance(rows, list) else rows.slice(start, count)
-        return owned(part) if blocks.gives_views and window.shuffled else part
+        if isinstance(rows, list):
+            return rows[start : start + count]
+        rows = rows.slice(start, count)
+        if blocks.gives_views and window.shuffled:
+            return owned(rows)
+        return rows

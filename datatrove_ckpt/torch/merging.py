@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.order import Remaining
 from datatrove_ckpt.torch.seals import find_states, load_file, sealed
 from datatrove_ckpt.torch.states import DatasetState, Slot, check_same, check_steps, in_order, is_state, merge_states
+from datatrove_ckpt.torch.topology import Remaining
 
 _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
@@ -44,25 +43,6 @@ def merge(states: Iterable[State | str | PathLike[str]]) -> State:
     return sealed(merge_all(list(find_states(loaded, is_ours))))
 
 
-def gather(state: State, group: Any = None) -> State:
-    """``merge`` for torch.distributed: each rank calls it with its own state, and gets the state of all.
-
-    Args:
-        state: ``state_dict()`` of this rank's loader or dataset.
-        group: the process group; None: the default one. Without torch.distributed there is one rank.
-
-    Raises: as ``merge``.
-    """
-    import torch.distributed as dist
-
-    check_snapshots(state)
-    if not dist.is_available() or not dist.is_initialized():
-        return merge([state])
-    states: list[State] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(states, list(find_states(state, is_ours)), group=group)
-    return merge(states)
-
-
 def check_snapshots(content: object) -> None:
     """Raises CheckpointMismatch if the state of a loader is newer than those of its workers that it holds.
 
@@ -78,7 +58,7 @@ def check_snapshots(content: object) -> None:
 
 def is_ours(content: object) -> bool:
     """Whether this is a state of a ``ReaderDataset``, ``Pack`` or ``Mix``."""
-    return is_state(content) or (isinstance(content, Mapping) and {"kind", "options", "worker"} <= content.keys())
+    return is_state(content) or (isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys())
 
 
 def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
@@ -102,43 +82,52 @@ def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
 
 def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
     first = states[0]
-    if first["worker"] is None:
+    if first["slot"] is None:
         check_same(states, first, State.get)
         return first  # merged before
-    slots = [Slot(*(state["place"] or (0, 1)), *(state["worker"] or (0, 0))) for state in states]
-    states = in_order(slots, states)
+    states = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
     ended = [bool(state["finished"]) for state in states]
     if alone:
         given = [state.get("given", state.get("drawn", 0)) for state in states]
-        check_steps([state["place"][0] if state["place"] else 0 for state in states], given, ended)
-    head = {key: first[key] for key in ("kind", "version", "options", "epoch")} | {"version": 2, "worker": None}
-    own = {} if all(ended) else _packs(states) if "rest" in first else _mixes(states)
-    return head | {"place": None, "finished": all(ended)} | own
+        check_steps([state["slot"][0] for state in states], given, ended)
+    merged = {key: first[key] for key in ("kind", "version", "options", "epoch")}
+    merged |= {"slot": None, "finished": all(ended)}
+    if all(ended):
+        return merged
+    if "rest" in first:
+        return merged | _packs(states)
+    return merged | _mixes(states)
 
 
 def _packs(states: Sequence[State]) -> State:
-    rests = [state["rest"] for state in states if any(tokens[1] for tokens in state["rest"].values())]
+    rests = [state["rest"] for state in states]
+    rests = [rest for rest in rests if any(tokens for _, tokens in rest.values())]
     return {"source": merge_all([state["source"] for state in states], alone=False), "rests": rests}
 
 
 def _mixes(states: Sequence[State]) -> State:
-    count = len(states[0]["options"]["weights"])
-    sources = [[state["sources"][number] for state in states if state["sources"]] for number in range(count)]
-    return {"drawn": sum(state["drawn"] for state in states), "sources": [_of_source(one) for one in sources]}
+    of_workers = [state["sources"] for state in states if state["sources"]]
+    sources = [_of_source(workers) for workers in zip(*of_workers, strict=True)]
+    return {"drawn": sum(state["drawn"] for state in states), "sources": sources}
 
 
 def _of_source(workers: Sequence[State]) -> State:
     """Where one source of all workers is. Those that have passed the first pass that is not over had all of it."""
     live = [one for one in workers if one["is_live"]]
     here = min(live or workers, key=lambda one: int(one["passes"]))
-    states = [one["state"] if one["passes"] == here["passes"] else _end(one["state"], here["state"]) for one in workers]
-    kept = {
+    states = []
+    for one in workers:
+        if one["passes"] == here["passes"]:
+            states.append(one["state"])
+        else:
+            states.append(_end(one["state"], here["state"]))
+    return {
         "passes": here["passes"],
         "has_given": any(one["has_given"] or one["passes"] for one in workers),
         "has_ended": all(one["has_ended"] for one in workers),
         "is_live": bool(live),
+        "state": merge_all(states, alone=False),
     }
-    return kept | {"state": merge_all(states, alone=False)}
 
 
 def _end(state: State | None, other: State | None) -> State | None:
@@ -146,15 +135,17 @@ def _end(state: State | None, other: State | None) -> State | None:
     if state is None or other is None:
         return None
     if is_state(state):
-        slot, then = DatasetState.from_json(state).slot, DatasetState.from_json(other)
+        slot = DatasetState.from_json(state).slot
+        then = DatasetState.from_json(other)
         if slot is None or then.topology is None:
             return state
         left = Remaining(then.input["rows"], then.done).rows
         samples = then.topology.of_worker(left, slot.rank, slot.worker, then.even)
         return replace(then, slot=slot, samples=samples, skipped=0).to_json()
     if "rest" in state:
-        own = {"place": state["place"], "worker": state["worker"], "finished": True, "rest": {}}
-        return {**other, **own, "source": _end(state.get("source"), other.get("source"))}
+        source = _end(state.get("source"), other.get("source"))
+        own = {"slot": state["slot"], "finished": True, "rest": {}}
+        return {**other, **own, "source": source}
     raise CheckpointMismatch(
         "The workers are in different passes of a source that is a Mix itself: their states belong to them. Use "
         "loader.load_state_dict() with the state of this rank, and the same number of ranks and workers."

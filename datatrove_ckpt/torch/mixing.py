@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.stateful import StatefulWrapper, at_epoch, end_state
+from datatrove_ckpt.torch.states import Slot
 
 AtEnd: TypeAlias = Literal["stop", "drop", "repeat"]
 
@@ -82,30 +83,34 @@ class Mix(StatefulWrapper):
     def _options(self) -> State:
         return {"weights": self.weights, "seed": self.seed, "at_end": self.at_end}
 
-    def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Mixing:
-        sources = [None] * len(self._sources) if state is None else state["sources"]
-        started = [self._start(number, epoch, sources[number]) for number in range(len(sources))]
-        draws = f"{self.seed}/{epoch}/{self.rank}/{worker[0]}/{worker[1]}"
-        return Mixing(self, epoch, draws, started, 0 if state is None else int(state["drawn"]))
+    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Mixing:
+        if state is None:
+            state = {"drawn": 0, "sources": [None] * len(self._sources)}
+        started = [self._start(number, epoch, each) for number, each in enumerate(state["sources"])]
+        draws = f"{self.seed}/{epoch}/{self.rank}/{slot.worker}/{slot.workers}"
+        return Mixing(self, epoch, draws, started, int(state["drawn"]))
 
     def _source_states(self, state: State) -> list[State | None]:
         return [one["state"] for one in state.get("sources", [])]
 
     def _start(self, number: int, epoch: int, state: State | None) -> _Source:
         """Starts a source, or resumes it. One that has ended is not touched."""
-        one = _Source(number) if state is None else _Source(number, *(state[key] for key in (*_KEPT, "state")))
-        if one.is_live:
-            self.begin_pass(one, epoch, None if state is None else state["state"])
-        return one
-
-    def begin_pass(self, one: _Source, epoch: int, state: State | None) -> None:
-        one.iterable = self._sources[one.number]
-        if self.at_end == "repeat":
-            one.iterable = at_epoch(one.iterable, epoch + (one.passes << _PASS))
+        source = _Source(number)
         if state is not None:
-            one.iterable.load_state_dict(state)
-        one.iterator = iter(one.iterable)
-        one.is_at_end, one.last = False, None
+            source = _Source(number, **{key: state[key] for key in _KEPT}, last=state["state"])
+        if source.is_live:
+            self.begin_pass(source, epoch, source.last)
+        return source
+
+    def begin_pass(self, source: _Source, epoch: int, state: State | None) -> None:
+        source.iterable = self._sources[source.number]
+        if self.at_end == "repeat":
+            source.iterable = at_epoch(source.iterable, epoch + (source.passes << _PASS))
+        if state is not None:
+            source.iterable.load_state_dict(state)
+        source.iterator = iter(source.iterable)
+        source.is_at_end = False
+        source.last = None
 
 
 _KEPT = ("passes", "has_given", "has_ended", "is_live")
@@ -136,7 +141,9 @@ class _Source:
 
     def state(self) -> State:
         kept = {key: getattr(self, key) for key in _KEPT}
-        return kept | {"state": self.last if self.is_at_end else self.iterable.state_dict()}
+        if self.is_at_end:
+            return kept | {"state": self.last}
+        return kept | {"state": self.iterable.state_dict()}
 
 
 class Mixing(Iterator[Any]):
@@ -177,13 +184,13 @@ class Mixing(Iterator[Any]):
         source.last = end_state(source.iterable)
         if not source.has_given and source.number not in self._mix.warned:
             self._mix.warned.add(source.number)
-            what = "so the epoch ends there" if self._mix.at_end == "stop" else "so the others are read alone"
-            logger.warning(f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample, {what}.")
+            logger.warning(f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample.")
         if self._mix.at_end == "stop":
             self.finished = True
         elif self._mix.at_end == "drop" or not source.has_given:
             source.is_live = False
-            source.iterable, source.iterator = None, iter(())
+            source.iterable = None
+            source.iterator = iter(())
             self._weigh()
             self.finished = not self._live
         if all(one.has_ended for one in self._sources):

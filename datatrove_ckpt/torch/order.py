@@ -13,19 +13,11 @@ Canonical shares, dealt out to whatever workers there are, are the idea of Mosai
 There they are for nodes that keep files; here they let a worker read only some of the blocks: with as many workers as
 shares, each block is read once. The number of shares follows from the window and the input, and never from the workers.
 
-A file that cannot be entered in the middle (a compressed one, an Arrow stream) is read from its beginning. Its blocks
-keep their order, and up to ``OPEN_STREAMS`` such files are read at a time in a share. So rows of such an input mix
-with those of other files, and with those of their own file within the window.
+A file that cannot be entered in the middle (a compressed one) is read from its beginning. Its blocks keep their order,
+and up to ``OPEN_STREAMS`` such files are read at a time in a share. So rows of such an input mix with those of other
+files, and with those of their own file within the window.
 
 Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with its version.
-
-Ranks take turns by the row, so that all have the same number, and so do their first n samples together, whatever their
-number is. The workers of a rank take turns by the batch. So the global batch of step s has the positions from
-``s * world_size * batch_size`` on: it is the same for any number of ranks and workers, if its size is. (Without
-``batch_size`` workers take turns by the row, too: a step is then the same in sum after each round of workers.)
-
-A ``Round`` is one topology, and how far each of its workers came. After it, the positions that nobody had are dealt out
-anew. A state holds the rounds so far: about 30 bytes for each time that an epoch was continued by another topology.
 """
 
 from __future__ import annotations
@@ -34,127 +26,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
+from datatrove_ckpt.readers.tables import Numbers
+
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.blocks import Block
-
-
-Even: TypeAlias = Literal["drop", "repeat"] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """How many read, and how they take turns.
-
-    Attributes:
-        ranks: the number of ranks.
-        workers: the number of workers of each rank; 1 if the rank itself reads.
-        batch: how many samples in a row a worker gets before the next worker of its rank gets some.
-    """
-
-    ranks: int
-    workers: int
-    batch: int = 1
-
-    @property
-    def slots(self) -> int:
-        """How many workers there are. They are numbered in the order in which they get samples: all ranks' first ones,
-        then all ranks' second ones."""
-        return self.ranks * self.workers
-
-    def of_rank(self, rows: int, rank: int, even: Even) -> int:
-        """How many of ``rows`` rows a rank gets."""
-        if even == "drop":
-            return rows // self.ranks
-        if even == "repeat":
-            return -(-rows // self.ranks)
-        return (rows - rank + self.ranks - 1) // self.ranks
-
-    def of_worker(self, rows: int, rank: int, worker: int, even: Even) -> int:
-        """How many of ``rows`` rows a worker gets."""
-        mine = self.of_rank(rows, rank, even)
-        turns, rest = divmod(mine, self.workers * self.batch)
-        return turns * self.batch + min(max(rest - worker * self.batch, 0), self.batch)
-
-    def places(self, rank: int, worker: int, samples: Numbers) -> Numbers:
-        """The places, in the list that is dealt out, of a worker's samples with these numbers."""
-        turn, offset = samples // self.batch, samples % self.batch
-        return ((turn * self.workers + worker) * self.batch + offset) * self.ranks + rank
-
-    def owner(self, places: Numbers) -> tuple[Numbers, Numbers]:
-        """The opposite of ``places``: the slots, and the numbers of the samples there."""
-        in_rank, rank = places // self.ranks, places % self.ranks
-        batch, offset = in_rank // self.batch, in_rank % self.batch
-        return batch % self.workers * self.ranks + rank, batch // self.workers * self.batch + offset
-
-
-@dataclass(frozen=True)
-class Round:
-    """A topology, and how many samples each of its slots had."""
-
-    topology: Topology
-    counts: tuple[int, ...]
-
-    def to_json(self) -> list[Any]:
-        runs = [[len(list(run)), count] for count, run in groupby(self.counts)]
-        return [self.topology.ranks, self.topology.workers, self.topology.batch, runs]
-
-    @classmethod
-    def from_json(cls, content: Sequence[Any]) -> Round:
-        ranks, workers, batch, runs = content
-        counts = tuple(count for length, count in runs for _ in range(length))
-        return cls(Topology(ranks, workers, batch), counts)
-
-    @cached_property
-    def _turn_rows(self) -> int:
-        return self.topology.slots * self.topology.batch
-
-    @cached_property
-    def _end(self) -> int:
-        """From this place on, nobody had any."""
-        return -(-max(self.counts) // self.topology.batch) * self._turn_rows
-
-    def holes(self, rows: int) -> Numbers:
-        """The places before ``_end`` that nobody had."""
-        low, high = min(self.counts) // self.topology.batch * self._turn_rows, min(self._end, rows)
-        places = np.arange(low, max(low, high))
-        slots, samples = self.topology.owner(places)
-        return places[samples >= np.array(self.counts)[slots]]
-
-
-class Remaining:
-    """The positions of an epoch that are left after some rounds, in their order."""
-
-    def __init__(self, rows: int, rounds: Sequence[Round] = ()) -> None:
-        """``rows``: of the whole epoch."""
-        self.rows = rows
-        self._steps: list[tuple[Numbers, int]] = []
-        for one in rounds:
-            holes = one.holes(self.rows)
-            self._steps.append((holes, one._end))
-            self.rows = len(holes) + max(0, self.rows - one._end)
-
-    def positions(self, places: Numbers) -> Numbers:
-        """The positions in the epoch of these places in the list of what is left.
-
-        Places after the end are the first ones again.
-        """
-        found = places % max(1, self.rows)
-        for holes, end in reversed(self._steps):
-            beyond = end + found - len(holes)
-            if len(holes):
-                beyond = np.where(found < len(holes), holes[np.minimum(found, len(holes) - 1)], beyond)
-            found = beyond
-        return found
-
-
-Numbers: TypeAlias = npt.NDArray[np.int64]
 
 OPEN_BLOCKS = 24
 """A share has at least this many blocks in its window, if the window has room for them: else there are fewer shares."""
@@ -191,10 +73,13 @@ class BlockTable:
     def __init__(
         self, blocks: Iterable[Block], streams: Iterable[int] = (), skip: int = 0, limit: int = -1, size: int = 1
     ) -> None:
-        table = np.array([(b.file, b.first, b.rows, b.bytes) for b in blocks], dtype=np.int64).reshape(-1, 4)
+        columns = [(block.file, block.first, block.rows, block.bytes) for block in blocks]
+        table = np.array(columns, dtype=np.int64).reshape(-1, 4)
         self.file, self.first, rows, in_file = (np.ascontiguousarray(column) for column in table.T)
         ends = np.cumsum(rows)
-        last = int(rows.sum()) if limit < 0 else min(skip + limit, int(rows.sum()))
+        last = int(rows.sum())
+        if limit >= 0:
+            last = min(skip + limit, last)
         self.start: Numbers = np.clip(skip - (ends - rows), 0, rows)
         self.rows: Numbers = np.clip(last - (ends - rows), 0, rows) - self.start
         self.rows = np.maximum(self.rows, 0)
@@ -215,11 +100,15 @@ class BlockTable:
 
     def weights(self, window: Window) -> Numbers:
         """What each block takes of the window."""
-        return self.rows if window.rows is not None else np.maximum(self.bytes, 1)
+        if window.rows is not None:
+            return self.rows
+        return np.maximum(self.bytes, 1)
 
     def mean(self, window: Window) -> float:
         """What a block takes of the window on average; 0: there are not two."""
-        return float(self.weights(window)[self.used].mean()) if len(self.used) > 1 else 0.0
+        if len(self.used) > 1:
+            return float(self.weights(window)[self.used].mean())
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +148,12 @@ class Share:
         ``files``: the file of each block; given if a window has one stretch of each file only. Then files take turns,
         because two rows of one file are always near each other.
         """
-        self._pieces, self._salt, self._files = pieces, salt, files
+        self._pieces = pieces
+        self._salt = salt
+        self._files = files
         self.rows = int(pieces.rows.sum())
         self._cuts = _cut_windows(weights, limit)
-        self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1] if len(self._cuts) > 1 else np.zeros(0, int)
+        self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1]
 
     def window_of(self, rows: Numbers) -> Numbers:
         """The numbers of the windows in which these rows of the share are."""
@@ -270,13 +161,17 @@ class Share:
         return found
 
     def window(self, number: int) -> OpenWindow:
-        first = int(self._ends[number - 1]) if number else 0
+        first = 0
+        if number:
+            first = int(self._ends[number - 1])
         count = int(self._ends[number]) - first
         pieces = self._pieces.part(*self._cuts[number : number + 2])
         if self._salt is None:
             return OpenWindow(pieces, np.arange(count), first, False)
         salt = hashed(self._salt, number)
-        order = scramble(count, salt) if self._files is None else _in_turns(pieces, self._files, count, salt)
+        order = scramble(count, salt)
+        if self._files is not None:
+            order = _in_turns(pieces, self._files, order, salt)
         return OpenWindow(pieces, order, first, True)
 
 
@@ -297,10 +192,12 @@ class EpochOrder:
 
     def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
         """For each position, its share and its row there."""
-        share, row = np.empty_like(positions), np.empty_like(positions)
+        share = np.empty_like(positions)
+        row = np.empty_like(positions)
         level = np.searchsorted(self._starts, positions, side="right") - 1
         for number in np.unique(level):
-            chosen, active = level == number, self._active[number]
+            chosen = level == number
+            active = self._active[number]
             turn = positions[chosen] - self._starts[number]
             share[chosen] = active[turn % len(active)]
             row[chosen] = self._levels[number] + turn // len(active)
@@ -313,14 +210,16 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
         return EpochOrder([Share(_whole(table, table.used), table.weights(window)[table.used], 0, None)])
     salt = hashed(seed, epoch)
     if table.is_stream.any():
-        files = len(np.unique(table.file[table.used]))
-        return order_by_files(table, seed, epoch, window, 2 if files >= 2 * OPEN_STREAMS else 1)
+        count = 1
+        if len(np.unique(table.file[table.used])) >= 2 * OPEN_STREAMS:
+            count = 2
+        return order_by_files(table, seed, epoch, window, count)
     weights = table.weights(window)
-    mean = max(1.0, float(weights[table.used].mean())) if len(table.used) else 1.0
-    opened = min(window.limit / mean, len(table.used))
+    opened = min(window.limit / max(1.0, table.mean(window)), len(table.used))
     count = max((count for count in _SHARE_COUNTS if count <= opened / OPEN_BLOCKS), default=1)
     pieces = _whole(table, shuffled_blocks(table, table.used, salt))
-    cuts, ends = [table.total * number // count for number in range(count + 1)], np.cumsum(pieces.rows)
+    cuts = [table.total * number // count for number in range(count + 1)]
+    ends = np.cumsum(pieces.rows)
     parts = [_rows_between(pieces, ends, low, high) for low, high in pairwise(cuts)]
     limit = window.limit / count
     return EpochOrder([Share(part, weights[part.block], limit, hashed(salt, n)) for n, part in enumerate(parts)])
@@ -331,17 +230,19 @@ def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Wind
 
     A share has at least ``OPEN_BLOCKS`` blocks in its window, because a worker that reads one share mixes these alone.
     """
-    salt = None if seed is None else hashed(seed, epoch)
-    share_of, shares = deal_files(table, count)[table.file[table.used]], []
+    share_of = deal_files(table, count)[table.file[table.used]]
     weights = table.weights(window)
-    mean = float(weights[table.used].mean()) if len(table.used) else 1.0
-    limit = 0 if salt is None else max(window.limit / count, min(window.limit, OPEN_BLOCKS * mean))
+    limit = max(window.limit / count, min(window.limit, OPEN_BLOCKS * table.mean(window)))
+    files = table.file if table.is_stream.any() else None
+    shares = []
     for number in range(count):
         blocks = table.used[share_of == number]
-        if salt is not None:
-            blocks = shuffled_blocks(table, blocks, hashed(salt, number))
-        own = None if salt is None else hashed(salt, count, number)
-        files = table.file if table.is_stream.any() else None
+        if seed is None:
+            shares.append(Share(_whole(table, blocks), weights[blocks], 0, None))
+            continue
+        salt = hashed(seed, epoch)
+        blocks = shuffled_blocks(table, blocks, hashed(salt, number))
+        own = hashed(salt, count, number)
         shares.append(Share(_whole(table, blocks), weights[blocks], limit, own, files))
     return EpochOrder(shares)
 
@@ -349,7 +250,8 @@ def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Wind
 def deal_files(table: BlockTable, count: int) -> Numbers:
     """The share of each file, of ``count`` shares: the longest file first, each to the share with the fewest rows."""
     rows = np.bincount(table.file, weights=table.rows).astype(np.int64)
-    sums, dealt = [(0, number) for number in range(count)], np.zeros(len(rows), np.int64)
+    sums = [(0, number) for number in range(count)]
+    dealt = np.zeros(len(rows), np.int64)
     for file in np.argsort(-rows, kind="stable"):
         length, share = heappop(sums)
         heappush(sums, (length + int(rows[file]), share))
@@ -360,7 +262,9 @@ def deal_files(table: BlockTable, count: int) -> Numbers:
 def unevenness(table: BlockTable, count: int) -> float:
     """What part of the longest share the shortest one lacks, if whole files are dealt out."""
     sums = np.bincount(deal_files(table, count)[table.file], weights=table.rows, minlength=count)
-    return float(1 - sums.min() / sums.max()) if len(sums) and sums.max() else 0.0
+    if len(sums) and sums.max():
+        return float(1 - sums.min() / sums.max())
+    return 0.0
 
 
 def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
@@ -371,7 +275,8 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
     # The blocks file by file, each file's in random order; those of a stream in their own.
     within = np.where(table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt))
     own = np.lexsort((within, inverse))
-    blocks, of_file = blocks[own], inverse[own]
+    blocks = blocks[own]
+    of_file = inverse[own]
     rows = table.rows[blocks]
     sums = np.bincount(of_file, weights=rows)
     before = np.cumsum(rows) - rows - (np.cumsum(sums) - sums)[of_file]
@@ -395,18 +300,17 @@ def scramble(count: int, salt: int) -> Numbers:
     return found
 
 
-def _in_turns(pieces: Pieces, files: Numbers, count: int, salt: int) -> Numbers:
-    """A window's rows in shuffled order, in which each stretch has its part of each file's rows.
+def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numbers:
+    """A window's rows in another shuffled ``order``, in which each stretch has its part of each file's rows.
 
     Of files with equal numbers of rows, each turn has one row of each, in any order. So neighbours are of one file only
     where a turn ends and the next begins.
     """
     numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
     file = np.repeat(of_file, pieces.rows)
-    order = scramble(count, salt)
     by_file = order[np.argsort(file[order], kind="stable")]  # file by file, each file's rows shuffled
     rows = np.bincount(file, minlength=len(numbers))
-    turn = np.arange(count) - np.repeat(np.cumsum(rows) - rows, rows)
+    turn = np.arange(len(order)) - np.repeat(np.cumsum(rows) - rows, rows)
     chance = _hashes(by_file, hashed(salt, "turns")) / 2.0**64
     found: Numbers = by_file[np.argsort((turn + chance) / np.repeat(rows, rows), kind="stable")]
     return found
@@ -435,7 +339,9 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
     ``ends``: the sums of the pieces' rows.
     """
     first = int(np.searchsorted(ends, low, side="right"))
-    last = int(np.searchsorted(ends, high, side="left")) + 1 if high > low else first
+    last = first
+    if high > low:
+        last = int(np.searchsorted(ends, high, side="left")) + 1
     part = pieces.part(first, last)
     starts = ends[first:last] - part.rows
     skipped = np.maximum(0, low - starts)
@@ -446,7 +352,9 @@ def _cut_windows(weights: Numbers, limit: float) -> Numbers:
     """The first piece of each window, and the number of pieces. A window has one piece at least."""
     if limit <= 0:
         return np.arange(len(weights) + 1)
-    cuts, ends, first = [0], np.cumsum(weights), 0
+    cuts = [0]
+    ends = np.cumsum(weights)
+    first = 0
     while first < len(weights):
         before = ends[first] - weights[first]
         first = max(first + 1, int(np.searchsorted(ends, before + limit, side="right")))

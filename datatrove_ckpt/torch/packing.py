@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.stateful import StatefulWrapper, end_state, place_of
+from datatrove_ckpt.torch.stateful import StatefulWrapper, end_state
+from datatrove_ckpt.torch.states import Slot
 
 Tokens: TypeAlias = npt.NDArray[Any]
 Fill: TypeAlias = int | Mapping[str, int]
 
 _FIRST = "first of its row"  # a column of our own
-_NO_BATCHES = "Pack takes rows, and no batches: leave out arrays=True of a ReaderDataset."
 
 
 class Pack(StatefulWrapper):
@@ -83,14 +83,15 @@ class Pack(StatefulWrapper):
         names = ("length", "columns", "separator", "pad", "positions")
         return {name: getattr(self, name) for name in names}
 
-    def _iteration(self, epoch: int, worker: tuple[int, int], state: State | None) -> Packing:
+    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Packing:
         (source,) = self._sources
         state = state or {}
         if state:
             source.load_state_dict(state["source"])
-        rank, ranks = place_of(self) or (0, 1)
-        own = slice(worker[0] * ranks + rank, None, ranks * worker[1])
-        rests = [state["rest"]] if "rest" in state else state.get("rests", [])[own]
+        own = slice(slot.worker * slot.world_size + slot.rank, None, slot.world_size * slot.workers)
+        rests = state.get("rests", [])[own]
+        if "rest" in state:
+            rests = [state["rest"]]
         held = [{name: _decoded(tokens) for name, tokens in rest.items()} for rest in rests]
         return Packing(self, source, held, state.get("given", 0))
 
@@ -107,7 +108,9 @@ class Packing(Iterator[Any]):
         self._source = source
         self._rows = iter(source)
         self._given = given
-        self._names = pack.columns + [_FIRST] * pack.positions
+        self._names = list(pack.columns)
+        if pack.positions:
+            self._names.append(_FIRST)
         self._held: dict[str, list[Tokens]] = {name: [] for name in self._names}
         self._start = 0  # how much of the first array is in samples already
         self._count = 0
@@ -131,8 +134,10 @@ class Packing(Iterator[Any]):
 
     def state(self) -> State:
         rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
-        source = end_state(self._source) if self.finished else self._source.state_dict()
-        return {"given": self._given, "source": source, "rest": rest}
+        state = {"given": self._given, "rest": rest}
+        if self.finished:
+            return state | {"source": end_state(self._source)}
+        return state | {"source": self._source.state_dict()}
 
     def _add(self, row: Any) -> None:
         columns = self._pack.columns
@@ -149,7 +154,8 @@ class Packing(Iterator[Any]):
         if not size:
             return
         for name in self._pack.columns:
-            these, held = row[name], self._held[name]
+            these = row[name]
+            held = self._held[name]
             if held and held[-1].dtype != these.dtype:
                 raise ConfigError(
                     f"{name!r} of a row is {these.dtype}, and that of the row before it {held[-1].dtype}: joined, one "
@@ -169,7 +175,9 @@ class Packing(Iterator[Any]):
         held = self._held[name]
         if len(held) > 1:
             held[:] = [np.concatenate(held)]
-        return held[0] if held else np.empty(0, np.int64)
+        if held:
+            return held[0]
+        return np.empty(0, np.int64)
 
     def _take(self, count: int) -> dict[str, Tokens]:
         stop = self._start + count
@@ -188,7 +196,7 @@ class Packing(Iterator[Any]):
         padded = {}
         for name, tokens in columns.items():
             missing = self._pack.length - len(tokens)
-            fill = 0 if name == _FIRST else (self._pack.pad or {})[name]
+            fill = (self._pack.pad or {}).get(name, 0)
             padded[name] = np.concatenate([tokens, np.full(missing, fill, tokens.dtype)])
             if name == _FIRST:
                 padded[name][len(tokens)] = True
@@ -217,11 +225,12 @@ def _tokens(row: Any, name: str, columns: int) -> Tokens:
     try:
         tokens = np.asarray(row)
     except ValueError:  # parts of several lengths
-        raise _no_tokens(row, name, f"parts that differ in length. {_NO_BATCHES}") from None
+        raise _no_tokens(row, name, "parts that differ in length") from None
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
-        hint = f" {_NO_BATCHES}" if tokens.ndim > 1 else ""
-        raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}.{hint}")
-    return tokens.astype(np.int64, copy=False) if tokens.dtype.kind in "iub" else tokens
+        raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}")
+    if tokens.dtype.kind in "iub":
+        return tokens.astype(np.int64, copy=False)
+    return tokens
 
 
 def _no_tokens(row: Any, name: str, what: str) -> ConfigError:

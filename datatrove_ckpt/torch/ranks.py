@@ -21,9 +21,12 @@ class Ranks:
 
     def __init__(self) -> None:
         self._is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-        self.rank = 0 if self._is_alone else dist.get_rank()
-        self.size = 1 if self._is_alone else dist.get_world_size()
-        self._group: Any = None if self._is_alone else dist.new_group(backend="gloo")
+        self.rank = 0
+        self.size = 1
+        if not self._is_alone:
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+            self._group: Any = dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order."""
@@ -45,7 +48,8 @@ class Ranks:
         """The lowest rank that sees this very folder: a disk of its node, or one that nodes share."""
         if self._is_alone:
             return 0
-        own, shared = folder / f".id-{uuid.uuid4().hex}", folder / ".id"
+        own = folder / f".id-{uuid.uuid4().hex}"
+        shared = folder / ".id"
         own.write_text(uuid.uuid4().hex)
         with suppress(FileExistsError):
             os.link(own, shared)

@@ -1,4 +1,4 @@
-"""Rows of a table as samples of a training loop: plain dicts, or arrays of many rows.
+"""Rows of a table as samples of a training loop: plain dicts.
 
 A value is what Python has for it, but a list of numbers is a numpy array: these are mostly token rows, and a Python
 number takes 28 bytes where the table has 2 or 4. Columns are converted as a whole, which is what makes a row cost less
@@ -8,154 +8,18 @@ JSON has no types of columns. Its numbers become an array only if that changes n
 integers that no int64 holds, or that are beside a float, and round them. Else they stay a list.
 
 Arrays are copies, because torch warns of arrays that cannot be written, and because a view keeps a whole block alive.
-
-Rows are taken out of the few batches to which those of a window are joined while they are read.
-
-pyarrow takes rows of several chunks from a copy of all of them, each time, and a copy made once would need twice the
-window's memory for a moment. So rows are joined part by part, and taken batch by batch.
-
-pyarrow takes the numbers of lists one by one, by an index of each. Bytes it takes as a whole, so here the numbers of a
-list are bytes: a token row costs a tenth of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from datatrove_ckpt.readers.positions import Row
-from datatrove_ckpt.readers.tables import Numbers, take_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
-_JOINED = 2**23
-"""Rows are joined up to so many bytes, or one block more: a take costs some microseconds for each batch."""
-_RELEASED = 6
-"""After so many joins the allocator gives back what it keeps. More often, its pages would cost more than the rows."""
-
-Parts: TypeAlias = "Iterator[tuple[Numbers, Any]]"
-"""Rows in parts: which of the rows these are, and a table or a list of them."""
-
-
-class Batches:
-    """Rows of several tables, one after the other.
-
-    Args:
-        tables: of the same columns. Types may differ as far as pyarrow can unify them.
-        joined: to few batches, of which rows are taken in any order.
-    """
-
-    def __init__(self, tables: Iterable[pa.Table], joined: bool) -> None:
-        if joined:
-            tables = _joined(tables)
-        self._batches = [
-            (batch.schema, _as_bytes(batch) if joined else batch) for one in tables for batch in one.to_batches()
-        ]
-        self._ends = np.cumsum([batch.num_rows for _, batch in self._batches], dtype=np.int64)
-
-    def take(self, rows: Numbers) -> Parts:
-        """The rows with these numbers. A stretch of rows is no copy."""
-        numbers = np.searchsorted(self._ends, rows, side="right")
-        order = np.argsort(numbers, kind="stable")
-        counts = np.bincount(numbers)
-        split = np.split(order, np.cumsum(counts[counts > 0])[:-1])
-        for number, places in zip(np.flatnonzero(counts).tolist(), split, strict=True):
-            schema, batch = self._batches[number]
-            mine = rows[places] - (int(self._ends[number]) - batch.num_rows)
-            first = int(mine[0])
-            if bool((mine == np.arange(first, first + len(mine))).all()):
-                yield places, _of_bytes(batch.slice(first, len(mine)), schema)
-            else:
-                yield places, _taken(batch, mine, schema)
-
-
-def in_order(parts: Sequence[tuple[Numbers, Any]]) -> pa.Table:
-    """The rows of all parts as one table, of one chunk."""
-    import pyarrow as pa
-
-    places = np.concatenate([places for places, _ in parts])
-    table = pa.concat_tables([part for _, part in parts], promote_options="permissive").combine_chunks()
-    if bool((places == np.arange(len(places))).all()):
-        return table
-    batch, *others = table.to_batches()  # there are others if 2 GB of texts are too many for one chunk
-    return (
-        take_rows(table, np.argsort(places)) if others else _taken(_as_bytes(batch), np.argsort(places), batch.schema)
-    )
-
-
-def _taken(batch: Any, rows: Numbers, schema: Any) -> pa.Table:
-    return _of_bytes(take_rows(batch, rows), schema)
-
-
-def owned(table: pa.Table) -> pa.Table:
-    """A copy that holds no more memory than its rows: a slice holds what it was cut from."""
-    import pyarrow as pa
-
-    if table.num_rows < 2:
-        return take_rows(table, range(table.num_rows))
-    half = table.num_rows // 2  # one chunk alone would not be copied
-    return pa.concat_tables([table.slice(0, half), table.slice(half)]).combine_chunks()
-
-
-def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    import pyarrow as pa
-
-    group: list[pa.Table] = []
-    count = 0
-    for table in tables:
-        group.append(table)
-        del table  # it is not held while the next one is read
-        if sum(one.nbytes for one in group) >= _JOINED:
-            joined = owned(pa.concat_tables(group, promote_options="permissive"))
-            group, count = [], count + 1
-            if count % _RELEASED == 0:
-                pa.default_memory_pool().release_unused()
-            yield joined
-    if group:
-        yield owned(pa.concat_tables(group, promote_options="permissive"))
-
-
-def _as_bytes(batch: Any) -> Any:
-    """Lists of numbers become bytes, without a copy."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    def column(chunk: Any) -> Any:
-        kind = chunk.type
-        if not (types.is_list(kind) or types.is_large_list(kind)) or not _is_number(types, kind.value_type):
-            return chunk
-        if not len(chunk) or chunk.null_count or chunk.values.null_count or not chunk.values.buffers()[1]:
-            return chunk
-        ends = (chunk.offsets.to_numpy().astype(np.int64) + chunk.values.offset) * (kind.value_type.bit_width // 8)
-        buffers = [None, pa.py_buffer(ends), chunk.values.buffers()[1]]
-        return pa.Array.from_buffers(pa.large_binary(), len(chunk), buffers)
-
-    return pa.RecordBatch.from_arrays([*map(column, batch.columns)], names=batch.schema.names)
-
-
-def _of_bytes(batch: Any, schema: Any) -> pa.Table:
-    """The opposite of ``_as_bytes``."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    def column(chunk: Any, kind: Any) -> Any:
-        if chunk.type == kind:
-            return chunk
-        _, ends, numbers = chunk.buffers()
-        width = kind.value_type.bit_width // 8
-        found = np.frombuffer(ends, np.int64, len(chunk) + 1, 8 * chunk.offset) // width
-        values = pa.Array.from_buffers(kind.value_type, int(found[-1]), [None, numbers])
-        made = found if types.is_large_list(kind) else found.astype(np.int32)
-        return pa.Array.from_buffers(kind, len(chunk), [None, pa.py_buffer(made)], children=[values])
-
-    columns = [column(chunk, kind) for chunk, kind in zip(batch.columns, schema.types, strict=True)]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-Arrays: TypeAlias = dict[str, Any]
-"""For each column an array of numbers, one row for each sample; where that is not possible, a list of values."""
 
 _COPIED_TOGETHER = 2**20
 """Token rows that end within so many bytes are views of one copy."""
@@ -178,40 +42,10 @@ def json_row(row: Row) -> Row:
     return {name: _json_value(value) if type(value) is list else value for name, value in row.items()}
 
 
-def table_arrays(table: pa.Table) -> Arrays:
-    """A table as arrays: numbers as (rows,), lists of numbers of equal length as (rows, length)."""
-    return {name: _array(column) for name, column in zip(table.column_names, table.columns, strict=True)}
-
-
-def row_arrays(rows: Sequence[Row]) -> Arrays:
-    """The same of rows of JSONL."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
-    return {name: _stacked(values) for name, values in columns.items()}
-
-
-def _array(column: pa.ChunkedArray) -> Any:
-    import pyarrow.types as types
-
-    if _is_number(types, column.type) and not column.null_count:
-        return np.array(column.to_numpy())
-    if column.num_chunks == 1 and (flat := numbers_of_lists(types, column.chunk(0))) is not None:
-        content, lengths = flat
-        if (lengths == lengths[0]).all():
-            return content.reshape(len(lengths), lengths[0]).copy()
-    values = _values(column)
-    return _stacked(values) if values and isinstance(values[0], np.ndarray) else values
-
-
-def _stacked(values: list[Any]) -> Any:
-    first = values[0] if values else None
-    if not isinstance(first, np.ndarray):
-        return _exact_array(values)
-    is_even = all(isinstance(value, np.ndarray) and value.shape == first.shape for value in values)
-    return np.stack(values) if is_even and _have_common_type(values) else values
-
-
 def _json_value(value: list[Any]) -> Any:
-    return _exact_array(value) if value and type(value[0]) in (int, float) else value
+    if value and type(value[0]) in (int, float):
+        return _exact_array(value)
+    return value
 
 
 def _exact_array(values: list[Any]) -> Any:
@@ -224,20 +58,11 @@ def _exact_array(values: list[Any]) -> Any:
             return values
     if kinds == {float} or kinds == {bool}:
         return np.array(values)
-    is_exact = kinds == {int, float} and all(
-        type(value) is float or -_EXACT_IN_FLOATS <= value <= _EXACT_IN_FLOATS for value in values
-    )
-    return np.array(values, np.float64) if is_exact else values
-
-
-def _have_common_type(rows: list[Any]) -> bool:
-    """Whether one array can hold all these arrays without another value or kind of value."""
-    kinds = {row.dtype for row in rows}
-    if kinds != {np.dtype(np.int64), np.dtype(np.float64)}:
-        return len(kinds) == 1
-    return all(
-        row.dtype == np.float64 or ((row >= -_EXACT_IN_FLOATS) & (row <= _EXACT_IN_FLOATS)).all() for row in rows
-    )
+    integers = (value for value in values if type(value) is int)
+    is_exact = kinds == {int, float} and all(abs(value) <= _EXACT_IN_FLOATS for value in integers)
+    if is_exact:
+        return np.array(values, np.float64)
+    return values
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
@@ -252,37 +77,45 @@ def _chunk_values(chunk: pa.Array) -> list[Any]:
     kind = chunk.type
     if types.is_dictionary(kind):
         return _chunk_values(chunk.dictionary_decode())
-    if (flat := numbers_of_lists(types, chunk)) is not None:
+    flat = _numbers_of_lists(types, chunk)
+    if flat is not None:
         return _token_rows(*flat)
-    is_plain = (_is_number(types, kind) or types.is_boolean(kind)) and not chunk.null_count
-    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)
-    values: list[Any]
-    values = chunk.to_numpy(zero_copy_only=False).tolist() if is_plain or is_text else chunk.to_pylist()
+    is_plain = (is_number(types, kind) or types.is_boolean(kind)) and not chunk.null_count
+    if is_plain or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind):
+        values: list[Any] = chunk.to_numpy(zero_copy_only=False).tolist()
+        return values
+    values = chunk.to_pylist()
     if _is_numbers(types, kind):  # with some None
         dtype = kind.value_type.to_pandas_dtype()
-        return [value if value is None or None in value else np.array(value, dtype) for value in values]
+        for place, value in enumerate(values):
+            if value is not None and None not in value:
+                values[place] = np.array(value, dtype)
     return values
 
 
-def _is_number(types: Any, kind: Any) -> bool:
+def is_number(types: Any, kind: Any) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind))
 
 
 def _is_numbers(types: Any, kind: Any) -> bool:
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return is_list and _is_number(types, kind.value_type)
+    return is_list and is_number(types, kind.value_type)
 
 
-def numbers_of_lists(types: Any, chunk: pa.Array) -> tuple[Any, Any] | None:
+def _numbers_of_lists(types: Any, chunk: pa.Array) -> tuple[Any, Any] | None:
     """The numbers of all lists, and the lengths of the lists. None: these are no lists of numbers, or some are None."""
     if not _is_numbers(types, chunk.type) or chunk.null_count or not len(chunk):
         return None
     if types.is_fixed_size_list(chunk.type):
-        numbers, lengths = chunk.flatten(), np.full(len(chunk), chunk.type.list_size)
+        numbers = chunk.flatten()
+        lengths = np.full(len(chunk), chunk.type.list_size)
     else:
         offsets = chunk.offsets.to_numpy()
-        numbers, lengths = chunk.values.slice(offsets[0], offsets[-1] - offsets[0]), np.diff(offsets)
-    return None if numbers.null_count else (numbers.to_numpy(), lengths)
+        numbers = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])
+        lengths = np.diff(offsets)
+    if numbers.null_count:
+        return None
+    return numbers.to_numpy(), lengths
 
 
 def _token_rows(content: Any, lengths: Any) -> list[Any]:
@@ -291,7 +124,8 @@ def _token_rows(content: Any, lengths: Any) -> list[Any]:
     rows: list[Any] = []
     begin = 0
     for group in np.split(ends, firsts[1:]):
-        copied, stops = content[begin : group[-1]].copy(), (group - begin).tolist()
+        copied = content[begin : group[-1]].copy()
+        stops = (group - begin).tolist()
         rows += [copied[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
         begin = int(group[-1])
     return rows

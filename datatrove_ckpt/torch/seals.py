@@ -18,7 +18,8 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.readers.positions import State
 
-_KEY, _KIND = "checksum", "xxh3:"
+_KEY = "checksum"
+_KIND = "xxh3:"
 _REMEDY = "Give the state of the step before, of all ranks."
 
 
@@ -34,7 +35,9 @@ def _plain(value: Any) -> Any:
         return sorted((str(key), _plain(one)) for key, one in value.items())
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
-    return value if isinstance(value, str | int | float | None) else type(value).__name__
+    if isinstance(value, str | int | float | None):
+        return value
+    return type(value).__name__
 
 
 def check_seals(content: object, name: str = "") -> None:

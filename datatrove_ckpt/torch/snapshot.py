@@ -21,7 +21,9 @@ class Snapshot:
         self._devices: set[torch.device] = set()
 
     def take(self, value: Any) -> Any:
-        self._old, self._new, self._same = self._new, {}, {}
+        self._old = self._new
+        self._new = {}
+        self._same = {}
         copied = self._copy(value, "")
         for device in self._devices:
             torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.order import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
 VERSION = 2
 _KIND = "datatrove_ckpt.ReaderDataset"
@@ -67,7 +67,9 @@ class DatasetState:
         if self.slot is None:
             return shared | {"ended": self.ended}
         own = {"slot": list(self.slot), "samples": self.samples, "batch": self.batch, "even": self.even}
-        return shared | own | ({"skipped": self.skipped} if self.skipped else {})
+        if self.skipped:
+            own["skipped"] = self.skipped
+        return shared | own
 
     @classmethod
     def from_json(cls, content: State) -> DatasetState:
@@ -77,10 +79,11 @@ class DatasetState:
                 f"The state is of version {content.get('version')!r} of {content.get('kind') or 'an unknown dataset'}, "
                 f"and this release reads version {VERSION} of {_KIND}. Resume with the release that made it."
             )
-        slot = Slot(*content["slot"]) if "slot" in content else None
+        own: State = {key: content[key] for key in ("samples", "skipped", "batch", "even", "ended") if key in content}
+        if "slot" in content:
+            own["slot"] = Slot(*content["slot"])
         done = tuple(Round.from_json(one) for one in content["done"])
-        own = {key: content[key] for key in ("samples", "skipped", "batch", "even", "ended") if key in content}
-        return cls(content["epoch"], content["order"], content["input"], done, slot, **own)
+        return cls(content["epoch"], content["order"], content["input"], done, **own)
 
     def has_ended(self) -> bool:
         """Whether no sample of the epoch is left."""
@@ -92,7 +95,8 @@ class DatasetState:
     def check_order(self, now: State) -> None:
         """Raises CheckpointMismatch if the state was made with another seed or window."""
         for key, name in (("shuffle_seed", "shuffle_seed"), ("window", "shuffle_window (rows, bytes)")):
-            old, new = self.order[key], now[key]
+            old = self.order[key]
+            new = now[key]
             if old != new:
                 raise CheckpointMismatch(
                     f"The state was made with {name}={old}, and this is {new}. Use the same, or start without the "
@@ -160,13 +164,16 @@ def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool
         given: how many samples it gave.
         ended: whether it has no more.
     """
-    sums, over = dict.fromkeys(ranks, 0), {rank for rank, one in zip(ranks, ended, strict=True) if one}
+    sums = dict.fromkeys(ranks, 0)
+    over = {rank for rank, one in zip(ranks, ended, strict=True) if one}
     for rank, count in zip(ranks, given, strict=True):
         sums[rank] += count
     found = sorted((count, rank) for rank, count in sums.items() if rank not in over)
-    if not found or found[-1][0] - found[0][0] <= (batch if batch > 1 else 0):
+    allowed = batch if batch > 1 else 0
+    if not found or found[-1][0] - found[0][0] <= allowed:
         return
-    (low, low_rank), (high, high_rank) = found[0], found[-1]
+    low, low_rank = found[0]
+    high, high_rank = found[-1]
     what = (
         f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} samples, rank {high_rank} "
         f"had {high}."

@@ -21,7 +21,7 @@ import re
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 Manifest = dict[str, Any]
 
 _FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
-_MANIFEST, _OWNER = "manifest.json", "owner"
+_MANIFEST = "manifest.json"
+_OWNER = "owner"
 _BLOCK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -52,12 +53,16 @@ class StepName(NamedTuple):
     step: int
 
     def __str__(self) -> str:
-        return f"step-{self.step:08}" + f".{self.rollbacks}" * bool(self.rollbacks)
+        if self.rollbacks:
+            return f"step-{self.step:08}.{self.rollbacks}"
+        return f"step-{self.step:08}"
 
     @classmethod
     def parse(cls, name: str) -> StepName | None:
         found = _NAME.fullmatch(name)
-        return cls(int(found[2] or 0), int(found[1])) if found else None
+        if found:
+            return cls(int(found[2] or 0), int(found[1]))
+        return None
 
 
 class Steps:
@@ -69,10 +74,12 @@ class Steps:
     def __init__(self, folder: Path, remote: str | None) -> None:
         self.folder = folder
         self.training = ""
-        """Tells the steps of one training from those of another. Steps of before there were such names have none."""
+        """Tells the steps of one training from those of another."""
         self._owner = ""
         self._unlock: weakref.finalize[[files.Lock, int], Any] | None = None
-        self.store = None if remote is None else ObjectStore(remote)
+        self.store: ObjectStore | None = None
+        if remote is not None:
+            self.store = ObjectStore(remote)
 
     def make(self) -> None:
         files.disk.make_dirs(self.folder)
@@ -135,14 +142,18 @@ class Steps:
             contents: by the file's name what ``torch.save`` takes, or blocks of bytes.
             of: the manifest of the step that this is a copy of.
         """
-        staging, entries = self.folder / f".saving-{name}", dict[str, list[Any]]()
+        staging = self.folder / f".saving-{name}"
+        entries = dict[str, list[Any]]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
             entries[str(path.relative_to(staging))] = _size_and_hash(path)
             files.disk.sync(path)
         for file, content in contents.items():
             entries[file] = _write(staging / file, content)
         manifest = {"format": _FORMAT, "training": self.training, "step": name.step, "rollbacks": name.rollbacks}
-        manifest |= {"at": time.time(), "metrics": metrics} | (of or {}) | {"files": entries}
+        manifest |= {"at": time.time(), "metrics": metrics}
+        if of is not None:
+            manifest |= of
+        manifest["files"] = entries
         files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
@@ -170,12 +181,14 @@ class Steps:
     # read ---------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[StepName]:
-        return sorted(name for path in self.folder.iterdir() if (name := StepName.parse(path.name)) is not None)
+        return _step_names(path.name for path in self.folder.iterdir())
 
     def manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if it is missing or damaged, VersionMismatch if another version wrote it."""
         path = self.folder / str(name) / _MANIFEST
-        return _opened(path.read_bytes() if path.is_file() else None, str(path), name)
+        if not path.is_file():
+            raise CheckpointCorrupt(f"{path} is missing.")
+        return _opened(path.read_bytes(), str(path), name)
 
     def check(self, name: StepName) -> None:
         """Reads each file. Raises CheckpointCorrupt if the step is not as it was saved."""
@@ -183,17 +196,15 @@ class Steps:
             path = self.folder / str(name) / file
             if not path.is_file():
                 raise CheckpointCorrupt(f"{path} is missing.")
-            if (found := _size_and_hash(path)) != entry:
-                what = (
-                    f"{found[0]} bytes instead of {entry[0]}"
-                    if found[0] != entry[0]
-                    else "not the bytes it was saved with"
-                )
-                raise CheckpointCorrupt(f"{path} has {what}.")
+            found = _size_and_hash(path)
+            if found[0] != entry[0]:
+                raise CheckpointCorrupt(f"{path} has {found[0]} bytes instead of {entry[0]}.")
+            if found != entry:
+                raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
 
     def check_training(self, manifest: Manifest, where: str) -> None:
         """Raises CheckpointCorrupt if a step is of another training."""
-        if self.training and manifest.get("training", self.training) != self.training:
+        if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
 
     def check_plain(self, name: StepName) -> None:
@@ -236,12 +247,14 @@ class Steps:
 
     def remote_names(self) -> list[StepName]:
         """Those in the remote, complete or not."""
-        found = map(StepName.parse, self.store.names()) if self.store is not None else ()
-        return sorted(name for name in found if name is not None)
+        if self.store is None:
+            return []
+        return _step_names(self.store.names())
 
     def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
         """Those of complete steps; and the steps that have none."""
-        found, incomplete = dict[StepName, Manifest](), set[StepName]()
+        found = dict[StepName, Manifest]()
+        incomplete = set[StepName]()
         for name in self.remote_names():
             try:
                 found[name] = self.remote_manifest(name)
@@ -252,12 +265,16 @@ class Steps:
     def remote_manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if it is missing or damaged."""
         assert self.store is not None
-        return _opened(self.store.read(f"{name}/{_MANIFEST}", 64 << 20), f"{self.store.url}/{name}/{_MANIFEST}", name)
+        data = self.store.read(f"{name}/{_MANIFEST}", 64 << 20)
+        where = f"{self.store.url}/{name}/{_MANIFEST}"
+        if data is None:
+            raise CheckpointCorrupt(f"{where} is missing.")
+        return _opened(data, where, name)
 
     def refuse_others(self, there: dict[StepName, Manifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
-        own = self.training
-        if self.store and own and (others := [one for one in there if own != there[one].get("training", own)]):
+        others = [name for name, manifest in there.items() if manifest["training"] != self.training]
+        if self.store is not None and self.training and others:
             raise ConfigError(f"{self.store.url} holds {max(others)} of another training. Choose another remote.")
 
     def own_remote(self) -> None:
@@ -296,6 +313,12 @@ class Steps:
         assert self.store is not None
         self.store.remove(f"{name}/{_MANIFEST}")
         self.store.remove_below(str(name))
+
+
+def _step_names(names: Iterable[str]) -> list[StepName]:
+    """Those that are names of steps, oldest first."""
+    found = map(StepName.parse, names)
+    return sorted(name for name in found if name is not None)
 
 
 def _release(lock: files.Lock, pid: int) -> None:
@@ -341,7 +364,8 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 
 def _size_and_hash(path: Path) -> list[Any]:
-    digest, size = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    size = 0
     for block in blocks(path):
         digest.update(block)
         size += len(block)
@@ -352,13 +376,12 @@ def _sealed(manifest: Manifest) -> bytes:
     return orjson.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(manifest))})
 
 
-def _opened(data: bytes | None, where: str, name: StepName) -> Manifest:
-    if data is None:
-        raise CheckpointCorrupt(f"{where} is missing.")
+def _opened(data: bytes, where: str, name: StepName) -> Manifest:
     try:
         manifest = orjson.loads(data)
         checksum = manifest.pop("checksum")
-        is_whole, version = _sealed(manifest) == data and checksum, manifest["format"]
+        is_whole = _sealed(manifest) == data and checksum
+        version = manifest["format"]
         saved = StepName(manifest["rollbacks"], manifest["step"])
     except (ValueError, TypeError, KeyError, AttributeError):
         is_whole = False

@@ -60,17 +60,17 @@ def make(folder: Path, rows: int, mosaic: bool) -> None:
 
 
 class Ours:
-    def __init__(self, folder: Path, shuffled: bool, arrays: bool) -> None:
+    def __init__(self, folder: Path, shuffled: bool) -> None:
         from datatrove_ckpt.readers import ParquetReader
         from datatrove_ckpt.torch import ReaderDataset
 
         reader, seed = ParquetReader(str(folder / "parquet")), 1 if shuffled else None
-        self.input = ReaderDataset(reader, shuffle_seed=seed, columns=COLUMNS, batch_size=BATCH, arrays=arrays)
-        self.arrays, self.state, self.load = arrays, self.input.state_dict, self.input.load_state_dict
+        self.input = ReaderDataset(reader, shuffle_seed=seed, columns=COLUMNS, batch_size=BATCH)
+        self.state, self.load = self.input.state_dict, self.input.load_state_dict
 
     def epoch(self, number: int) -> Iterator[Any]:
         self.input.set_epoch(number)
-        return iter(self.input) if self.arrays else batched(iter(self.input))
+        return batched(iter(self.input))
 
 
 class HuggingFace:
@@ -170,8 +170,7 @@ def batched(rows: Iterator[Any]) -> Iterator[Any]:
 
 
 WAYS: dict[str, Callable[[Path, bool], Any]] = {
-    "`arrays`": partial(Ours, arrays=True),
-    "`columns`": partial(Ours, arrays=False),
+    "`columns`": Ours,
     "raw pyarrow": Raw,
     "`datasets`, `iter(batch)`": partial(HuggingFace, kind=None, streaming=True),
     "the same, numpy": partial(HuggingFace, kind="numpy", streaming=True),

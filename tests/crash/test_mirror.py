@@ -18,10 +18,10 @@ from loguru import logger
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import files, storage
 from datatrove_ckpt.errors import CheckpointCorrupt
-from datatrove_ckpt.mirror import mirror
+from datatrove_ckpt.mirror import uploads
 from datatrove_ckpt.mirror.manifests import Part, Versions
-from datatrove_ckpt.mirror.mirror import Uploads
 from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import CrashReport
 from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS
@@ -221,7 +221,7 @@ def test_collecting_garbage_before_the_manifest_is_noticed(folder: Path, monkeyp
         collect_garbage(self, *args)
         write(*waiting.pop())
 
-    monkeypatch.setattr(mirror, "KEPT_VERSIONS", 1)
+    monkeypatch.setattr(uploads, "KEPT_VERSIONS", 1)
     monkeypatch.setattr(Versions, "write_manifest", lambda *args: waiting.append(args))
     monkeypatch.setattr(Uploads, "_collect_garbage", collect_first)
     with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):

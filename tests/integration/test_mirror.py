@@ -38,9 +38,11 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror import mirror, object_store
-from datatrove_ckpt.mirror.manifests import Damaged, Part, Seal, Versions
-from datatrove_ckpt.mirror.mirror import KEPT_VERSIONS, RemoteMirror
+from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
+from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.mirror.sealing import Seal
+from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.process.shutdown import Shutdown

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.torch import Pack, ReaderDataset
+from datatrove_ckpt.torch import ReaderDataset
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
@@ -59,8 +58,7 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
 def loader(reader: SeekingReader, workers: int = 0, **options: Any) -> Any:
     dataset = ReaderDataset(reader, shuffle_seed=1, columns=COLUMNS, batch_size=4, **options)
     dataset.set_epoch(2)
-    size = None if options.get("arrays") else 4
-    return StatefulDataLoader(dataset, batch_size=size, num_workers=workers)
+    return StatefulDataLoader(dataset, batch_size=4, num_workers=workers)
 
 
 def plain(batches: Any) -> list[tuple[Any, str]]:
@@ -72,17 +70,16 @@ def plain(batches: Any) -> list[tuple[Any, str]]:
     ]
 
 
-@pytest.mark.parametrize("arrays", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_several_stops_give_the_rows_of_a_run_without_stops(reader: SeekingReader, workers: int, arrays: bool) -> None:
-    current = loader(reader, workers, arrays=arrays)
+def test_several_stops_give_the_rows_of_a_run_without_stops(reader: SeekingReader, workers: int) -> None:
+    current = loader(reader, workers)
     assert len(current) == 25
     whole = plain(current)
     assert sorted(whole) == sorted((row["input_ids"], row["name"]) for row in ROWS)
     assert whole != sorted(whole)
     found, state = [], None
     for stop in (1, 5, 100):
-        current = loader(reader, workers, arrays=arrays)
+        current = loader(reader, workers)
         if state is not None:
             current.load_state_dict(state)
         found += plain(batch for _, batch in zip(range(stop), current, strict=False))
@@ -90,35 +87,9 @@ def test_several_stops_give_the_rows_of_a_run_without_stops(reader: SeekingReade
     assert found == whole
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_whole_batches_have_the_rows_of_the_loaders_batches(reader: SeekingReader, workers: int) -> None:
-    made, collated = list(loader(reader, workers, arrays=True)), list(loader(reader, workers))
-    for mine, theirs in zip(made, collated, strict=True):
-        assert torch.equal(torch.as_tensor(mine["input_ids"]), theirs["input_ids"])
-        assert mine["name"] == theirs["name"]
-
-
-def test_a_batch_that_begins_in_the_middle_of_one_ends_where_that_would(reader: SeekingReader) -> None:
-    rows = ReaderDataset(reader, shuffle_seed=1, columns=COLUMNS, batch_size=4)
-    samples = iter(rows)
-    for _ in range(6):
-        next(samples)
-    batches = ReaderDataset(reader, shuffle_seed=1, columns=COLUMNS, batch_size=4, arrays=True)
-    batches.load_state_dict(rows.state_dict())
-    rest = list(batches)
-    assert [len(batch["name"]) for batch in rest] == [2, *[4] * 22, 1]
-    assert [name for batch in rest for name in batch["name"]] == [sample["name"] for sample in samples]
-
-
-def test_a_transform_gets_rows_or_batches(reader: SeekingReader) -> None:
+def test_a_transform_gets_rows(reader: SeekingReader) -> None:
     names = list(ReaderDataset(reader, columns=["name"], transform=lambda row: row["name"]))
     assert names[:2] == ["row 0", "row 3"]
-    sizes = ReaderDataset(
-        reader, columns=["weight"], batch_size=50, arrays=True, transform=lambda batch: batch["weight"].shape
-    )
-    assert list(sizes) == [(50,), (47,)]
-    ragged = next(iter(ReaderDataset(reader, columns=["other"], batch_size=3, arrays=True)))
-    assert [value.tolist() if isinstance(value, np.ndarray) else value for value in ragged["other"]] == [[], [], []]
 
 
 def test_what_cannot_work_is_refused(reader: SeekingReader) -> None:
@@ -128,15 +99,3 @@ def test_what_cannot_work_is_refused(reader: SeekingReader) -> None:
     for columns in wrong:
         with pytest.raises(ConfigError, match="list of different names"):
             ReaderDataset(reader, columns=columns)
-    with pytest.raises(ConfigError, match="arrays=True needs columns and batch_size"):
-        ReaderDataset(reader, arrays=True, batch_size=2)
-
-
-@pytest.mark.parametrize("lengths", [[2, 2, 2], [2, 3, 2]], ids=str)
-def test_pack_takes_no_batches(tmp_path: Path, lengths: list[int]) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"input_ids": {list(range(length))}}}\n' for length in lengths))
-    reader = JsonlReader(tmp_path.as_posix())
-    first = next(iter(Pack(ReaderDataset(reader, columns=["input_ids"]), 3)))
-    assert first["input_ids"].tolist() == [0, 1, 0]
-    with pytest.raises(ConfigError, match=r"list of numbers, one per token.* leave out arrays=True"):
-        list(Pack(ReaderDataset(reader, columns=["input_ids"], arrays=True, batch_size=3), 3))

@@ -52,7 +52,6 @@ def as_tokens(document: Any) -> list[int]:
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "ReaderDataset": rows,
-    "not counted": lambda folder: rows(folder, indexed=False),
     "Pack": lambda folder: Pack(Rows([[number] * 3 for number in range(9)]), 4),
     "Mix": lambda folder: Mix([Rows(range(5)), Rows(range(5, 9))], [1, 1], at_end="drop"),
     "Pack of Mix": lambda folder: Pack(Mix([rows(folder, transform=as_tokens)], [1]), 7),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
 from loguru import logger
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers import JsonlReader, ParquetReader
-from datatrove_ckpt.testing import assert_resume_is_exact
-from datatrove_ckpt.torch import ReaderDataset, gather, merge, restore
+from datatrove_ckpt.readers import ParquetReader
+from datatrove_ckpt.torch import ReaderDataset, restore
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
@@ -74,7 +71,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_the_length_is_what_comes(folder: str, ranks: int, even: Any) -> None:
-    for options in ({}, {"sharding": "files"}, {"sharding": "rows", "shuffle_seed": None}):
+    for options in ({}, {"shuffle_seed": None}):
         loaders = [loader(folder, 0, rank, ranks, even=even, batch_size=4, **options) for rank in range(ranks)]
         for one in loaders:
             batches = list(one)
@@ -90,30 +87,6 @@ def test_the_number_of_batches_is_exact_with_workers_if_the_batch_size_is_known(
     assert len(list(one)) == len(one) == 25
 
 
-def test_what_is_not_counted_has_no_length(folder: str) -> None:
-    with pytest.raises(TypeError, match="has no length"):
-        len(dataset(folder, indexed=False))
-    with pytest.raises(ConfigError, match="even and columns need the number of rows"):
-        dataset(folder, indexed=False, even="drop")
-    assert sorted(texts(loader(folder, indexed=False))) == sorted(TEXTS)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("seed", [None, 1])
-def test_limit_and_skip_of_uncounted_rows_hold_for_all_workers(folder: str, ranks: int, seed: int | None) -> None:
-    seen = []
-    for rank in range(ranks):
-
-        def make(rank: int = rank) -> Any:
-            one = ReaderDataset(ParquetReader(folder, skip=7, limit=50), rank, ranks, seed, indexed=False)
-            return StatefulDataLoader(one, batch_size=4, num_workers=2)
-
-        assert_resume_is_exact(make, epochs=1, stops=[(2,)])
-        seen += texts(make())
-    assert len(seen) == len({*seen}) == 50
-    assert seed is not None or {*seen} == {*TEXTS[7:57]}
-
-
 def test_a_readers_own_seed_shuffles_too(folder: str) -> None:
     reader = ParquetReader(folder, shuffle_seed=1)
     orders = [[sample["text"] for sample in ReaderDataset(reader, shuffle_seed=seed)] for seed in (None, 1, 2)]
@@ -124,10 +97,9 @@ def test_a_readers_own_seed_shuffles_too(folder: str) -> None:
 # States that do not lie --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_a_state_from_before_the_epoch_works(folder: str, seed: int | None, indexed: bool) -> None:
-    options: dict[str, Any] = {"shuffle_seed": seed, "indexed": indexed}
+def test_a_state_from_before_the_epoch_works(folder: str, seed: int | None) -> None:
+    options: dict[str, Any] = {"shuffle_seed": seed}
     first = dataset(folder, **options)
     state = json.loads(json.dumps(first.state_dict()))
     whole = [sample["text"] for sample in first]
@@ -143,25 +115,23 @@ def test_a_state_from_before_the_epoch_works(folder: str, seed: int | None, inde
         assert texts(after) == texts(before)
 
 
-@pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_of_another_epoch_is_refused(folder: str, workers: int, indexed: bool) -> None:
-    one = loader(folder, workers, indexed=indexed)
+def test_a_state_of_another_epoch_is_refused(folder: str, workers: int) -> None:
+    one = loader(folder, workers)
     next(iter(one))
     state = one.state_dict()
-    other = loader(folder, workers, indexed=indexed)
+    other = loader(folder, workers)
     other.load_state_dict(state)
     other.dataset.set_epoch(4)
     with pytest.raises(CheckpointMismatch, match=r"of epoch 0, and set_epoch\(4\) was called.*epochs at 0"):
         list(other)
 
 
-@pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("at", ["last batch", "end"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_no_epoch_is_skipped_after_the_end_of_one(folder: str, workers: int, at: str, indexed: bool) -> None:
+def test_no_epoch_is_skipped_after_the_end_of_one(folder: str, workers: int, at: str) -> None:
     def epochs(first: int, state: Any = None) -> list[list[str]]:
-        one = loader(folder, workers, indexed=indexed)
+        one = loader(folder, workers)
         if state is not None:
             one.load_state_dict(state)
         found = []
@@ -171,7 +141,7 @@ def test_no_epoch_is_skipped_after_the_end_of_one(folder: str, workers: int, at:
         return found
 
     whole = epochs(0)
-    one = loader(folder, workers, indexed=indexed)
+    one = loader(folder, workers)
     one.dataset.set_epoch(0)
     for _ in one:
         state = one.state_dict()
@@ -183,13 +153,9 @@ def test_no_epoch_is_skipped_after_the_end_of_one(folder: str, workers: int, at:
         with pytest.raises(CheckpointMismatch, match="all of the epoch would come again"):
             epochs(0, state)
     if at == "end" or workers:
-        try:
-            first, second = epochs(1, state)
-            assert sorted(first) == sorted(whole[1]), "torchdata goes on with the worker whose turn it is"
-            assert second == whole[2]
-        except CheckpointMismatch:  # a reader without an index does not know at the last sample that it is the last
-            assert not indexed
-            assert at == "last batch"
+        first, second = epochs(1, state)
+        assert sorted(first) == sorted(whole[1]), "torchdata goes on with the worker whose turn it is"
+        assert second == whole[2]
 
 
 def test_the_state_of_the_last_batch_does_not_skip_the_next_epoch_unseen(folder: str) -> None:
@@ -278,7 +244,7 @@ def stopped(folder: str, ranks: int, workers: int, steps: int, **options: Any) -
     return read, states
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"sharding": "files"}])
+@pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"shuffle_seed": None}])
 @pytest.mark.parametrize(("before", "after"), [((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))])
 def test_nothing_comes_twice_or_is_left_out(
     folder: str, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], options: dict[str, Any]
@@ -297,25 +263,19 @@ def test_nothing_comes_twice_or_is_left_out(
     assert read == Counter(TEXTS)
 
 
-@pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("at", ["last batch", "end"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(
-    folder: str, workers: int, at: str, indexed: bool
-) -> None:
-    whole = loader(folder, workers, indexed=indexed)
+def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(folder: str, workers: int, at: str) -> None:
+    whole = loader(folder, workers)
     whole.dataset.set_epoch(3)
     wanted = texts(whole)
-    one = loader(folder, workers, indexed=indexed)
+    one = loader(folder, workers)
     one.dataset.set_epoch(2)
     for _ in one:
         state = one.state_dict()
-    other = loader(folder, workers, indexed=indexed)
+    other = loader(folder, workers)
     epoch = restore(other, [one.state_dict() if at == "end" else state])
-    if not indexed and at == "last batch":
-        assert epoch in (2, 3), "a worker without an index may not know that this was its last sample"
-    else:
-        assert epoch == 3
+    assert epoch == 3
     seen = []
     for number in range(epoch, 4):
         other.dataset.set_epoch(number)
@@ -329,55 +289,3 @@ def test_a_missing_rank_is_named(folder: str) -> None:
         restore(loader(folder), states[:1])
     with pytest.raises(ConfigError, match=r"needs a loader of a ReaderDataset, Pack or Mix, and this one has a list"):
         restore(StatefulDataLoader([1]), states)
-
-
-def _gather(rank: int, folder: str, address: str, results: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
-    one = loader(folder, 0, rank, 2)
-    one.dataset.set_epoch(2)
-    read = texts(itertools.islice(one, 3))
-    results.put((read, gather(one.state_dict())))
-    dist.destroy_process_group()
-
-
-def test_states_are_gathered_with_torch_distributed(folder: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_gather, args=(rank, folder, str(tmp_path / "meet"), results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    found = [results.get() for _ in ranks]
-    for process in ranks:
-        process.join()
-    (read, state), (more, same) = found
-    assert state == same == merge(stopped(folder, 2, 0, 3)[1])
-    one = loader(folder, 0)
-    assert restore(one, [state]) == 2
-    assert sorted(read + more + texts(one)) == sorted(TEXTS)
-    assert gather(state) == state, "one process"
-
-
-# Files, logs, earlier releases ---------------------------------------------------------------------------------------
-
-
-SEED_OF_EPOCH_0 = 4886006158694734  # which release 0.1 gave to the reader for shuffle_seed=1
-
-
-def test_a_state_of_an_earlier_release_resumes_in_its_own_order(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(10)))
-    reader = JsonlReader(tmp_path.as_posix())
-    reader.shuffle_seed = SEED_OF_EPOCH_0
-    documents = reader.shard(0, 1)
-    taken = [next(documents).text for _ in range(4)]
-    state = {"shuffle_seed": 1, "epoch": 0, "reader": reader.state_dict()}
-    resumed = ReaderDataset(JsonlReader(tmp_path.as_posix()), shuffle_seed=1)
-    resumed.load_state_dict(json.loads(json.dumps(state)))
-    rest = [sample["text"] for sample in resumed]
-    assert rest == [document.text for document in documents]
-    assert sorted(taken + rest, key=int) == [str(i) for i in range(10)]
-    resumed.set_epoch(1)
-    assert len(list(resumed)) == 10
-    other = ReaderDataset(JsonlReader(tmp_path.as_posix()), 0, 2, shuffle_seed=1)
-    other.load_state_dict(state)
-    with pytest.raises(CheckpointMismatch, match="share 0 of 1, and this is rank 0 of world_size=2"):
-        list(other)

@@ -22,7 +22,7 @@ from datatrove_ckpt.readers import (
     position_state,
     tables,
 )
-from datatrove_ckpt.torch import block_formats, blocks
+from datatrove_ckpt.torch import blocks, line_blocks
 from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
@@ -36,8 +36,8 @@ SIZES = [40, 0, 25, 35]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MAX_ROWS", 6)
-    monkeypatch.setattr(block_formats, "GROUP_BYTES", 1000)
-    monkeypatch.setattr(block_formats, "_SKIP_BYTES", 300)
+    monkeypatch.setattr(line_blocks, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(line_blocks, "_SKIP_BYTES", 300)
 
 
 def _tables() -> list[pa.Table]:
@@ -54,8 +54,6 @@ def write(folder: Path, kind: str) -> SeekingReader:
     folder.mkdir()
     ending, options = FORMATS[kind]
     for number, table in enumerate(_tables()):
-        if kind == "dictionaries":
-            table = table.set_column(1, "id", table["id"].dictionary_encode())
         write_table(folder / f"{number}.{ending}", table.combine_chunks(), 20, **options)
     return reader_of(folder, ending)
 
@@ -64,16 +62,20 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "parquet": ("parquet", {}),
     "arrow": ("arrow", {"options": pa.ipc.IpcWriteOptions(compression="zstd")}),
     "stream": ("arrow", {"stream": True}),  # a batch is found by the messages before it
-    "dictionaries": ("arrow", {"stream": True}),  # no batch can be read without the dictionaries before it
     "jsonl": ("jsonl", {}),
     "jsonl.gz": ("jsonl.gz", {}),
 }
-SEQUENTIAL = {"dictionaries", "jsonl.gz"}
 
 
 @pytest.fixture(params=FORMATS)
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
     return write(tmp_path / "input", request.param)
+
+
+def test_a_stream_with_dictionaries_is_refused(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.arrow", pa.table({"x": pa.array(["a", "b"]).dictionary_encode()}), stream=True)
+    with pytest.raises(ConfigError, match=r"'a.arrow' is an Arrow stream with dictionaries.*Write it as"):
+        BlockInput(reader_of(tmp_path, "arrow"))
 
 
 def rows_of(read: Any) -> list[dict[str, Any]]:
@@ -82,7 +84,7 @@ def rows_of(read: Any) -> list[dict[str, Any]]:
 
 
 def test_each_row_is_in_one_block_in_the_order_of_the_files(reader: SeekingReader, request: Any) -> None:
-    is_sequential = request.node.callspec.params["reader"] in SEQUENTIAL
+    is_sequential = request.node.callspec.params["reader"] == "jsonl.gz"
     found = BlockInput(reader)
     assert found.sequential - {1} == ({0, 2, 3} if is_sequential else set())  # 1 has no rows
     assert max(block.rows for block in found) <= 6
@@ -177,7 +179,7 @@ ODD = [
 def test_a_row_is_a_line_that_is_not_blank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, lines: list[bytes]
 ) -> None:
-    monkeypatch.setattr(block_formats, "GROUP_BYTES", size)
+    monkeypatch.setattr(line_blocks, "GROUP_BYTES", size)
     lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     found = BlockInput(JsonlReader(tmp_path.as_posix()))
@@ -244,23 +246,17 @@ def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(
     assert sizes[5:] == [679]
 
 
-@pytest.mark.parametrize(("shard", "places"), [(None, [0, 99, 100, 899, 998]), (1, [1, 60])])
-def test_documents_after_any_row_of_a_large_row_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int | None, places: list[int]
-) -> None:
+def test_documents_after_any_row_of_a_large_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows before the position are passed in larger batches than documents are made of."""
     monkeypatch.setattr(tables, "_SKIPPED_ROWS", 300)
     monkeypatch.setattr(tables, "_CONVERTED_ROWS", 100)
     pq.write_table(pa.table({"text": [f"text {i}" for i in range(1000)]}), tmp_path / "a.parquet", row_group_size=900)
 
-    def documents(reader: ParquetReader) -> Any:
-        return reader.run() if shard is None else reader.shard(shard, 3)
-
-    whole = list(documents(ParquetReader(tmp_path.as_posix(), batch_size=100)))
+    whole = list(ParquetReader(tmp_path.as_posix(), batch_size=100).run())
     sizes = converted(ParquetReader, monkeypatch)
-    for done in places:
+    for done in (0, 99, 100, 899, 998):
         resumed = ParquetReader(tmp_path.as_posix(), batch_size=100)
         resumed.load_state_dict(position_state(whole[done]))
-        rest = list(documents(resumed))
+        rest = list(resumed.run())
         assert [document.id for document in rest] == [document.id for document in whole[done + 1 :]]
     assert max(sizes) <= 100

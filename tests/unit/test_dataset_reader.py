@@ -226,24 +226,6 @@ def test_shards_without_rows(tmp_path: Path) -> None:
     assert_resumes_everywhere(options, documents, 0, 1)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize(("count", "ends"), [(5, {"skip": 3, "limit": 20}), (2, {})])
-def test_shards_of_a_training_loop_hold_each_document_once(
-    streaming: bool, count: int, ends: dict[str, int], tmp_path: Path
-) -> None:
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=streaming, id_key="name", **ends)
-    seen: list[str] = []
-    for index in range(count):
-        documents = list(HuggingFaceDatasetReader(**options).shard(index, count))
-        seen += [document.id for document in documents]
-        if documents:
-            resumed = HuggingFaceDatasetReader(**options)
-            resumed.load_state_dict(position_state(documents[len(documents) // 2]))
-            assert list(resumed.shard(index, count)) == documents[len(documents) // 2 + 1 :]
-    assert sorted(seen) == sorted(document.id for document in read(Original, options))
-
-
 # Another input -----------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.readers import ParquetReader
 from datatrove_ckpt.testing import FakeServer
-from datatrove_ckpt.torch.samples import table_arrays
+from datatrove_ckpt.torch.samples import table_rows
 from tests.jobs import documents, runner, the_first_last
 
 pa = pytest.importorskip("pyarrow")
@@ -389,6 +389,6 @@ def test_files_with_arrays_are_read_by_our_readers(tmp_path: Path, server: FakeS
     ]
     assert main(["show", str(tmp_path / "checkpoints")]) == 0
     if expand:
-        arrays = table_arrays(pq.read_table(files[0]).slice(2))
-        assert arrays["c"].dtype == np.float32
-        assert arrays["c"].tolist() == [[3, 4]]
+        (row,) = table_rows(pq.read_table(files[0]).slice(2))
+        assert row["c"].dtype == np.float32
+        assert row["c"].tolist() == [3, 4]

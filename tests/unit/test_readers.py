@@ -252,30 +252,24 @@ def test_damaged_lines_are_counted_and_logged_and_stop_the_reader_on_request(tmp
     ids=str,
 )
 @pytest.mark.usefixtures("_blocks")
-def test_the_rest_is_the_same_after_a_stop_after_each_document_and_shards_are_the_whole(
+def test_the_rest_is_the_same_after_a_stop_after_each_document(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    def read(shard: tuple[int, int] | None, state: Any = None) -> list[Any]:
+    def read(state: Any = None) -> list[Any]:
         one = reader(tmp_path.as_posix(), kind, **options)
         if state is not None:
             one.load_state_dict(state)
-        return list(one.shard(*shard) if shard else one.run())
+        return list(one.run())
 
     write(tmp_path, kind)
-    whole = read(None)
+    whole = read()
     assert len(whole) > 8
-    for shards in ([None], *([(index, count) for index in range(count)] for count in (1, 3, 7))):
-        texts = []
-        for shard in shards:
-            documents = read(shard)
-            texts += [document.text for document in documents]
-            positions = [document.position for document in documents]
-            assert all(before < after for before, after in itertools.pairwise(positions))
-            for done, document in enumerate(documents, start=1):
-                rest = read(shard, state_of(document))
-                assert plain(rest) == plain(documents[done:])
-                assert [state_of(later) for later in rest] == [state_of(later) for later in documents[done:]]
-        assert sorted(texts) == sorted(document.text for document in whole)
+    positions = [document.position for document in whole]
+    assert all(before < after for before, after in itertools.pairwise(positions))
+    for done, document in enumerate(whole, start=1):
+        rest = read(state_of(document))
+        assert plain(rest) == plain(whole[done:])
+        assert [state_of(later) for later in rest] == [state_of(later) for later in whole[done:]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

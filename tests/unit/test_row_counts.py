@@ -15,8 +15,9 @@ from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
-from datatrove_ckpt.torch.block_formats import LineBlocks
-from datatrove_ckpt.torch.blocks import BlockInput, RowCounts, cache_folder
+from datatrove_ckpt.torch.blocks import BlockInput
+from datatrove_ckpt.torch.line_blocks import LineBlocks
+from datatrove_ckpt.torch.row_counts import RowCounts, cache_folder
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from datatrove_ckpt.torch import samples
-from datatrove_ckpt.torch.samples import Batches, in_order, json_row, owned, row_arrays, table_arrays, table_rows
+from datatrove_ckpt.torch import batches, samples
+from datatrove_ckpt.torch.batches import Batches, owned
+from datatrove_ckpt.torch.samples import json_row, table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
 COLUMNS = {
@@ -72,32 +73,11 @@ def test_lists_of_numbers_are_arrays_of_their_own(name: str, together: int, monk
         assert table["a"].to_pylist() == LISTS[name].to_pylist()
 
 
-def test_many_rows_as_arrays() -> None:
-    table = pa.table({**COLUMNS, **{f"list {name}": column for name, column in LISTS.items()}})
-    arrays = table_arrays(table)
-    assert list(arrays) == table.column_names
-    assert arrays["int"].tolist() == [1, 2, 3, 4]
-    assert arrays["int"].dtype == np.int32
-    assert arrays["int"].flags.writeable
-    assert arrays["with null"] == [1, None, 3, 4]
-    assert arrays["text"] == ["a", "é", None, ""]
-    assert arrays["list fixed"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert arrays["list equal"].shape == (4, 2)
-    assert [row.tolist() for row in arrays["list int32"]] == TOKENS
-
-
 def test_rows_of_json_are_the_same() -> None:
     rows = [{"n": 1, "ids": [1, 2], "text": "a"}, {"n": 2, "ids": [3, 4], "text": "b"}]
     made = [json_row(row) for row in rows]
     assert [row["ids"].tolist() for row in made] == [[1, 2], [3, 4]]
-    arrays = row_arrays(made)
-    assert arrays["ids"].tolist() == [[1, 2], [3, 4]]
-    assert arrays["n"].tolist() == [1, 2]
-    assert arrays["text"] == ["a", "b"]
     assert json_row({"a": ["x", 1], "b": [], "c": [True]}) == {"a": ["x", 1], "b": [], "c": [True]}
-    ragged = row_arrays([json_row({"ids": [1]}), json_row({"ids": [1, 2]})])
-    assert [row.tolist() for row in ragged["ids"]] == [[1], [1, 2]]
-    assert row_arrays([]) == {}
 
 
 BIG = 2**53
@@ -117,15 +97,13 @@ BIG = 2**53
     ids=str,
 )
 def test_numbers_of_json_become_an_array_only_if_that_changes_none(values: list[Any], dtype: Any) -> None:
-    in_row = json_row({"a": values})["a"]
-    in_batch = row_arrays([{"a": value} for value in values])["a"]
-    for made in (in_row, in_batch):
-        if dtype is None:
-            assert [(type(one), one) for one in made] == [(type(one), one) for one in values]
-        else:
-            assert made.dtype == dtype
-            assert made.tolist() == values
-            made += 0
+    made = json_row({"a": values})["a"]
+    if dtype is None:
+        assert [(type(one), one) for one in made] == [(type(one), one) for one in values]
+    else:
+        assert made.dtype == dtype
+        assert made.tolist() == values
+        made += 0
 
 
 # Rows taken out of several tables: those that pyarrow takes out of one -----------------------------------------------
@@ -137,17 +115,20 @@ ALL = COLUMNS | LISTS
 @pytest.fixture(params=[0, 10**6], ids=["apart", "joined"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of any size stay apart, or are joined."""
-    monkeypatch.setattr(samples, "_JOINED", request.param)
+    monkeypatch.setattr(batches, "_JOINED", request.param)
 
 
 def check(tables: list[pa.Table], rows: list[int]) -> None:
     whole = pa.concat_tables(tables, promote_options="permissive")
     numbers = np.array(rows, dtype=np.int64)
     for joined in (False, True):
-        taken = in_order([*Batches(tables, joined).take(numbers)])
-        assert taken.schema == whole.schema
-        assert taken.to_pylist() == [whole.to_pylist()[number] for number in rows]
+        parts = [*Batches(tables, joined).take(numbers)]
+        taken = pa.concat_tables([part for _, part in parts], promote_options="permissive")
         taken.validate(full=True)
+        assert taken.schema == whole.schema
+        places = np.concatenate([places for places, _ in parts])
+        found = dict(zip(places.tolist(), taken.to_pylist(), strict=True))
+        assert [found[place] for place in range(len(rows))] == [whole.to_pylist()[number] for number in rows]
 
 
 @pytest.mark.usefixtures("small")

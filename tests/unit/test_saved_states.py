@@ -18,9 +18,9 @@ import pytest
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack, merge
-from datatrove_ckpt.torch.order import Round, Topology
 from datatrove_ckpt.torch.seals import sealed
 from datatrove_ckpt.torch.states import DatasetState, Slot
+from datatrove_ckpt.torch.topology import Round, Topology
 from tests.stateful_rows import Rows
 
 STATES = Path(__file__).parents[1] / "data" / "contracts" / "states.json"

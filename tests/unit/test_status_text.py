@@ -7,8 +7,8 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.cli.status import describe
-from datatrove_ckpt.maintenance.read_state import add_up
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from datatrove_ckpt.maintenance.sums import add_up
 
 
 def test_dead_letters_of_unfinished_chunks_count_and_each_document_is_in_one_place() -> None:

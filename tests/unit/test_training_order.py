@@ -16,16 +16,13 @@ from datatrove_ckpt.torch.blocks import Block
 from datatrove_ckpt.torch.order import (
     BlockTable,
     EpochOrder,
-    Even,
-    Remaining,
-    Round,
-    Topology,
     Window,
     deal_files,
     order_by_files,
     order_by_rows,
     unevenness,
 )
+from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
 
 def blocks_of(*files: list[int], size: int = 10) -> list[Block]:

@@ -14,7 +14,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers import ParquetReader, SeekingReader
-from datatrove_ckpt.torch import block_formats
+from datatrove_ckpt.torch import parquet_blocks
 from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
@@ -84,7 +84,7 @@ def test_a_file_without_rows_has_no_say(tmp_path: Path) -> None:
 )
 def test_types_that_are_no_values_of_one_column_are_named_at_the_start(tmp_path: Path, one: Any, other: Any) -> None:
     tables = [pa.table({"x": one}), pa.table({"x": one}), pa.table({"x": other})]
-    said = r"'x' is .* in the input file '2.parquet' and .* in files before it.*without shuffle_seed and arrays"
+    said = r"'x' is .* in the input file '2.parquet' and .* in files before it.*without shuffle_seed"
     with pytest.raises(ConfigError, match=said):
         read(written(tmp_path, *tables), ["x"])
 
@@ -126,7 +126,7 @@ def test_a_row_group_is_not_read_ahead_as_a_whole(tmp_path: Path, monkeypatch: p
             sizes.append(size)
             return super().read(size) or b""
 
-    monkeypatch.setattr(block_formats, "opened", lambda folder, name: File(tmp_path / name))
+    monkeypatch.setattr(parquet_blocks, "opened", lambda folder, name: File(tmp_path / name))
     monkeypatch.setattr(DataFolder, "open", lambda folder, name, *mode: File(tmp_path / name))
     reader = ParquetReader(tmp_path.as_posix(), limit=5)
     blocks = BlockInput(reader)

@@ -15,10 +15,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import Fenced
-from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.manifests import Damaged, Version, Versions, contains_version, decode_answers, encode_answers
-from datatrove_ckpt.mirror.mirror import Uploads
 from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.mirror.uploads import Uploads
 
 
 def request(ordinal: int, number: int = 0, chunk: int = 0) -> CachedRequest:
@@ -92,8 +91,8 @@ class Mirrored:
 def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "_MAX_PARTS", 8)
-    monkeypatch.setattr(mirror, "_SMALL_PART_BYTES", 1000)
+    monkeypatch.setattr("datatrove_ckpt.mirror.uploads._MAX_PARTS", 8)
+    monkeypatch.setattr("datatrove_ckpt.mirror.uploads._SMALL_PART_BYTES", 1000)
     chance = random.Random(0)
     mirrored = Mirrored(tmp_path)
     unfinished: set[int] = set()

@@ -1,0 +1,147 @@
+"""Sums over the ranks of a run: rates, averages, the input, and the time that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from datatrove_ckpt.checkpoint.history_log import (
+    RATE_SECONDS,
+    Rates,
+)
+from datatrove_ckpt.checkpoint.history_records import InputPosition
+from datatrove_ckpt.checkpoint.ledger import (
+    few,
+)
+from datatrove_ckpt.maintenance.judge import done_rates
+from datatrove_ckpt.maintenance.run_state import RankState, Totals
+
+_FIRST_SECONDS = 10.0  # the first line after the start of an attempt
+
+
+def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
+    """The sums over some ranks.
+
+    Args:
+        now: the time, in Unix seconds.
+        tasks: number of ranks of the run; 0: as many as there are.
+    """
+    totals = Totals()
+    per_document = _input_per_document(ranks)
+    for rank in ranks:
+        if rank.state == "running" and not rank.rates.input:  # in its first seconds
+            rank.rates.input = rank.rates.documents * per_document
+        totals.add(rank)
+        totals.states[rank.state] += 1
+    totals.rates = _rates_now(ranks, now)
+    running = [rank for rank in ranks if rank.state == "running"]
+    totals.as_of = min((rank.as_of for rank in running or ranks if rank.as_of is not None), default=None)
+    totals.dead_letters = few(totals.dead_letters)
+    totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
+    spans = sorted(span for rank in ranks for span in _spans(rank, now))
+    if spans:
+        totals.started = spans[0][0]
+    totals.working_seconds = _covered(spans)
+    totals.average = _average(totals)
+    _add_input(totals, ranks)
+    return totals
+
+
+def _rates_now(ranks: list[RankState], now: float) -> Rates:
+    """Of the ranks that run; and, if one has begun in these minutes, of those that have finished meanwhile, too.
+
+    Else the rate of many short tasks would be that of the few that run, which have done nothing yet.
+    """
+    rates = Rates()
+    since = now - RATE_SECONDS
+    running = [(rank, rank.attempt) for rank in ranks if rank.state == "running" and rank.attempt is not None]
+    finished = [(rank, rank.attempt) for rank in ranks if rank.state == "finished" and rank.attempt is not None]
+    finished = [(rank, attempt) for rank, attempt in finished if attempt.last_seen > since and rank.documents]
+    begun = max((attempt.started for _, attempt in running), default=since)
+    if begun <= since or not finished or not any(rank.goes_on for rank, _ in running):
+        for rank, _ in running:
+            rates.add(rank.rates)
+        return rates
+    seconds = now - max(since, min(attempt.started for _, attempt in running + finished))
+    for rank, attempt in running:
+        rates.add(rank.rates, (now - max(attempt.started, since)) / seconds)
+    for rank, attempt in finished:
+        length = max(attempt.last_seen - attempt.started, 1e-3)
+        share = min(1.0, (attempt.last_seen - since) / length) * attempt.own / rank.documents
+        rates.add(done_rates(rank.counts, rank.position.done), share / seconds)
+    return rates
+
+
+def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
+    """Start and end of each attempt. One that runs has worked until now, though its last line is older."""
+    for attempt in rank.attempts:
+        end = attempt.ended or attempt.last_seen
+        if attempt is rank.attempt:
+            if rank.state == "running" and not rank.is_copy:
+                end = now
+            elif not attempt.ended:
+                end = max(end, rank.last_change)
+        yield attempt.started, end
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals that are sorted by their starts."""
+    covered = 0.0
+    until = float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
+
+
+def _average(totals: Totals) -> Rates:
+    seconds = totals.working_seconds
+    # Of an attempt that was killed at once, the documents are known, and not the time.
+    if not seconds or (seconds < _FIRST_SECONDS and totals.killed):
+        return Rates()
+    average = Rates()
+    for counts in (totals.counts, totals.unfinished):
+        average.add(done_rates(counts, 0), 1 / seconds)
+    return average
+
+
+def _input_per_document(ranks: list[RankState]) -> float:
+    known = [rank for rank in ranks if rank.position.total is not None]
+    return sum(rank.position.done for rank in known) / max(1, sum(rank.documents for rank in known))
+
+
+def _add_input(totals: Totals, ranks: list[RankState]) -> None:
+    """Sums up the input. Ranks whose input is not known yet are taken to have as much as the others, on average."""
+    known = [rank for rank in ranks if rank.position.total is not None]
+    units = {rank.position.unit for rank in known}
+    if len(units) != 1:
+        return
+    done = sum(rank.position.done for rank in known)
+    total = sum(rank.position.total or 0 for rank in known)
+    others = len(ranks) - len(known) + totals.not_started
+    if others:
+        begun = sum(rank.documents for rank in ranks if rank.position.total is None)
+        done += min(round(begun * _input_per_document(ranks)), total * others // len(known))
+        total += total * others // len(known)
+        totals.total_is_estimated = True
+    totals.position = InputPosition(done, total, units.pop())
+    if totals.average.documents:
+        totals.average.input = done / totals.working_seconds
+    totals.time_left = _time_left(totals, ranks)
+
+
+def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
+    """At the rate of now: what is left, ranks at a halt excepted, but at least what the last rank needs."""
+    if totals.rates.input <= 0 or totals.position.total is None:
+        return None
+    halted = [rank for rank in ranks if not rank.goes_on]
+    totals.halted = len(halted)
+    rest = 0
+    for rank in halted:
+        if rank.position.total is not None:
+            rest += rank.position.total - rank.position.done
+    left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
+    left = max(left, *(rank.time_left or 0.0 for rank in ranks))
+    quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
+    if left >= quiet:
+        return left
+    return None

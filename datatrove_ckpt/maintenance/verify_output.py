@@ -1,0 +1,293 @@
+"""Compares the files in the output folder with the commits.
+
+The names, sizes and hashes of all committed files are in memory, and so is the folder's listing. Content is streamed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.layout import HOME, rank_folder
+from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.errors import OutputFailed, OutputMismatch
+from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
+from datatrove_ckpt.output.committed import file_problem, published_names, stray_advice
+from datatrove_ckpt.output.formats import format_of_file
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_uploads import HubReads, looks_for
+from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
+from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.owner import Homes, Ownership
+from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.retrying import failure_line, file_system_call, http_status
+
+_OF_ANOTHER_NAME = (
+    "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."
+)
+_STAGED = (
+    "a process on its way to publish has left it, unless a task works just now. Remove it, since readers of the folder "
+    "may take it for output."
+)
+_OF_ANOTHER_JOB = (
+    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another output_folder, bring "
+    "that checkpoint back, or delete it if nothing else needs it."
+)
+
+
+def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
+    """Adds the problems of the output files to the report.
+
+    Args:
+        full: also read the files.
+        folder_is_given: the user named the output folder, so if it does not exist, its files are missing.
+    """
+    try:
+        is_owned(report)
+    except OutputMismatch as refusal:
+        report.add_problem("owner", str(refusal), path=report.output)
+        return
+    found = _list(report, folder_is_given)
+    if found is None:
+        return
+    names = {path for path in found.sizes if not _is_ours(report, path)}
+    committed = _check_duplicates(report)
+    for chunk in report.chunks:
+        _check_chunk(report, chunk, found, full)
+    uncommitted = _Uncommitted(report)
+    for path in sorted(names - committed):
+        uncommitted.check(path)
+
+
+def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
+    """Every file in the output folder; None if the folder cannot be listed."""
+    try:
+        with file_system_call():
+            found = _list_hub(report, report.hub) if report.hub is not None else _list_folder(report)
+            is_there = bool(found.sizes) or (report.hub is None and report.folder.exists(""))
+    except (OSError, OutputFailed) as failure:
+        error: BaseException = failure
+        if isinstance(failure, OutputFailed):
+            error = failure.__cause__ or failure
+        report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
+        return None
+    if not is_there and not folder_is_given and report.sums.numbers.files:
+        report.add_problem(
+            "output",
+            f"the output folder {report.output} does not exist. If it was moved, give its place with --output; if it "
+            "is lost, give the same folder with --output, and all its files count as missing.",
+            path=report.output,
+        )
+        return None
+    return found
+
+
+def _committed_files(report: Report) -> dict[str, OutputFile]:
+    return {plain(file.path): file for chunk in report.chunks for file in chunk.files}
+
+
+def _list_folder(report: Report) -> FoundFiles:
+    committed = _committed_files(report)
+    report.folder.invalidate_cache()
+    found = FoundFiles()
+    for path, info in report.folder.find("", detail=True).items():
+        if info["type"] != "directory":
+            found.note(path, info["size"], _stamp(report.folder, path, info), committed.get(path))
+    return found
+
+
+def _list_hub(report: Report, hub: HubFolder) -> FoundFiles:
+    """A folder there exists with its first file, and may be listed as it was a moment ago."""
+    committed = _committed_files(report)
+    found = FoundFiles({})
+    reads = HubReads(hub, StoppableCalls())
+    found.show(reads.looked("cannot be listed", hub.files))
+    for path, listed in found.hub_files.items():
+        found.note(path, listed.size, listed.stamp, committed.get(path))
+    files = (file for chunk in report.chunks for file in chunk.files)
+    reads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
+    return found
+
+
+def _stamp(folder: DataFolder, path: str, info: Json) -> int:
+    """The stamp of a file in a listing. Of a file on a disk, a listing of fsspec has no exact time."""
+    if not folder.is_local():
+        return remote_stamp(info)
+    with suppress(OSError):  # removed since it was listed, which shows later
+        return local_stamp(Path(folder.resolve_paths(path)).stat())
+    return 0
+
+
+def is_owned(report: Report) -> bool:
+    """Whether the output folder is known to belong to the run.
+
+    Raises:
+        OutputMismatch: it belongs to another run.
+    """
+    if not (report.checkpoints / HOME).exists():  # a run of an earlier release, or a copy of a mirror
+        return False
+    templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
+    homes = Homes(report.checkpoints, None)
+    try:
+        owned = [Ownership(report.folder, template, homes).check() for template in sorted(templates)]
+    except OSError:
+        return False  # the listing fails, too, and explains why
+    return all(owned)
+
+
+def _list_advice(error: BaseException) -> str:
+    if http_status(error) == 404:
+        return "The repository may be gone, or have another name: restore it, or give the output's place with --output."
+    if http_status(error) in (401, 403):
+        return "Check the credentials and what they allow; for the hub, set HF_TOKEN or run hf auth login."
+    return "Check the network and the server, and run the same command again."
+
+
+def _is_ours(report: Report, path: str) -> bool:
+    """Whether a file is ours but no output: a staged file, or a checkpoint inside the output folder."""
+    if not report.folder.is_local():
+        return False
+    return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
+
+
+def _check_duplicates(report: Report) -> set[str]:
+    """The names of all committed files. Adds a problem if two commits name one file: one overwrote the other."""
+    claims: dict[str, list[CommittedChunk]] = defaultdict(list)
+    for chunk in report.chunks:
+        for file in chunk.files:
+            claims[plain(file.path)].append(chunk)
+    for path, claimants in claims.items():
+        if len(claimants) > 1:
+            names = " and by ".join(str(chunk) for chunk in claimants)
+            message = f"{path} is named by {names}. One overwrote the other: start one of them over."
+            report.add_problem("duplicate", message, claimants[0].rank, claimants[0].index, path)
+    return set(claims)
+
+
+def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool) -> None:
+    is_right = True
+    for file in chunk.files:
+        wrong = _wrong(report, file, found, full)
+        if wrong is None:
+            continue
+        is_right = False
+        kind, text = wrong
+        message = f"{file.path} {text}."
+        if kind in REDO_KINDS:
+            message += report.redo_advice
+        report.add_problem(kind, message, chunk.rank, chunk.index, file.path)
+    # On the hub, a footer costs some requests of the limit; that the content is the committed one says as much.
+    if full and is_right and report.hub is None:
+        _check_documents(report, chunk)
+
+
+def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str] | None:
+    """The kind and the description of a file's problem; None if it has none."""
+    if not found.is_right(file):
+        return file_problem(file, found.size(file))
+    if not full and plain(file.path) not in found.touched:
+        return None
+    try:
+        with file_system_call():
+            actual = content_hash(report.folder, file.path)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or (report.hub is not None and http_status(error) == 404):
+            return "missing", "is missing"
+        return "output", f"cannot be read: {failure_line(error)}"
+    if actual != file.xxh128:
+        return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
+    return None
+
+
+def _check_documents(report: Report, chunk: CommittedChunk) -> None:
+    numbers = [_count_documents(report.folder, file.path) for file in chunk.files if chunk.documents is not None]
+    if chunk.documents is None or None in numbers:
+        report.uncounted.add(str(chunk.rank.run.get("output_writer")))
+        return
+    found = sum(number or 0 for number in numbers)
+    if found != chunk.documents:
+        message = f"its output files hold {found} documents instead of the {chunk.documents} that were committed."
+        report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
+
+
+def _count_documents(folder: DataFolder, path: str) -> int | None:
+    """The number of documents in a file; None if the file's format is unknown here."""
+    with suppress(ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or no codec
+        known = format_of_file(path)
+        if known is not None:
+            compression = None if known.is_compressed else "infer"
+            with folder.open(path, "rb", compression=compression) as file:
+                return known.count(file)
+    return None
+
+
+class _Uncommitted:
+    """Tells files that a run will still commit from foreign files."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
+        self._ranks = {rank.key: rank for rank in report.ranks}
+        self._later: dict[tuple[str, int], tuple[RankLedger | None, set[str]]] = {}
+        self._published: dict[int, set[str] | None] = {}
+        self._tasks = report.tasks
+        templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
+        self._patterns = [output_pattern(template) for template in sorted(templates - {""})]
+
+    def check(self, path: str) -> None:
+        if not self._patterns:
+            return  # no run.json can be read, so no file can be told from a foreign one
+        if path.startswith(f"{STAGING}/"):
+            self._report.add_problem("foreign", f"{path}: {_STAGED}", path=path)
+            return
+        matches = [pattern.fullmatch(path) for pattern in self._patterns]
+        advice = f"{stray_advice(1)}."
+        if not any(matches):
+            advice = _OF_ANOTHER_NAME
+            if self._report.hub is not None:
+                return  # a repository holds other things, too: a card, other jobs' files
+        for match in filter(None, matches):
+            key, chunk_index = rank_and_chunk(match)
+            rank = self._ranks.get(key)
+            if rank is not None and rank.state == "damaged":
+                return  # it may belong to a lost commit; the damage itself is reported
+            now, files = self._look_again(key)
+            if path in files:
+                return  # committed meanwhile
+            rank = rank or now
+            if rank is None:
+                if not key[0] and 0 < self._tasks <= key[1]:
+                    continue  # the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before
+                place = name_place(*key)
+                advice = (
+                    f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
+                )
+            elif rank.state != "finished" and not self._may_be_published(key[1], path):
+                advice = _OF_ANOTHER_JOB
+            elif rank.state != "finished" and (*key, chunk_index) not in self._committed:
+                message = f"{path} is published but not committed yet."
+                self._report.add_problem("unfinished", message, rank, chunk_index, path)
+                return
+        self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+
+    def _may_be_published(self, number: int, path: str) -> bool:
+        if number not in self._published:
+            self._published[number] = published_names(self._report.checkpoints, number)
+        known = self._published[number]
+        return known is None or path in known
+
+    def _look_again(self, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
+        """A rank as it is now, if it is there, and the files that it has committed: it may have gone on meanwhile."""
+        if key not in self._later:
+            folder = rank_folder(self._report.checkpoints / key[0], key[1])
+            self._later[key] = None, set()
+            if folder.exists():
+                now = read_rank(*key, folder, Want.COMMITS)
+                paths = {file.path for commit in now.commits.values() for file in commit.files}
+                self._later[key] = now, paths
+        return self._later[key]

@@ -1,0 +1,220 @@
+"""What of a rank's checkpoint is uploaded, and the versions made of it.
+
+Each version sends only what is new: files only grow, so their new bytes become a new object, and so do new answers of
+unfinished documents. Then the manifest is written, which completes the version, and what the last three versions do not
+need is removed. A kill in between leaves the version before intact, and objects that no version needs. The next process
+removes those.
+"""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import suppress
+
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.rank_files import Snapshot
+from datatrove_ckpt.errors import Fenced
+from datatrove_ckpt.mirror.manifests import (
+    Damaged,
+    Manifest,
+    Ownership,
+    Part,
+    RunJson,
+    Version,
+    Versions,
+    encode_answers,
+)
+from datatrove_ckpt.mirror.object_store import needs_bucket
+from datatrove_ckpt.retrying import failure_line
+
+KEPT_VERSIONS = 3
+# When a file has this many parts, its small last ones are uploaded again as one: a restore should not take a thousand
+# requests.
+_MAX_PARTS = 64
+_SMALL_PART_BYTES = 8 * 2**20
+
+
+class Uploads:
+    """The parts that are uploaded, and the versions made of them.
+
+    For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then ``publish``. Parts that
+    were added and not published stay, and the next version uses them. Objects of earlier owners are not used again:
+    they may be damaged, and a process starts with little to upload.
+    """
+
+    def __init__(self, versions: Versions) -> None:
+        self.last_answer = 0
+        """Number of the last answer that is uploaded."""
+        self.owns_mirror = False
+        """Whether this process has taken ownership of the mirror."""
+        self._versions = versions
+        self._run: RunJson = {}
+        self._files: dict[str, list[Part]] = {}
+        self._generations: dict[str, int] = {}
+        """Of files that may be replaced, by name: the one whose bytes are uploaded, if this process did that."""
+        self._answers: list[tuple[Part, frozenset[int]]] = []
+        self._object_count = 0
+        self._published: Manifest | None = None
+        self._kept: dict[Version, set[str]] = {}
+        """The versions on the mirror, with the names of their objects."""
+        self._garbage: set[tuple[str, str]] = set()
+        """Folder and name of objects that are removed once no kept version needs them."""
+        self._ownership: Ownership | None = None
+        self._number_floor: int | None = None
+        """The numbers of this owner's versions are larger."""
+
+    # objects ---------------------------------------------------------------------------------------------------
+
+    def uploaded_bytes(self, name: str) -> int:
+        """How many bytes of the file are uploaded."""
+        return sum(part.size for part in self._files.get(name, ()))
+
+    def forget_replaced(self, snapshot: Snapshot) -> None:
+        """Forgets the parts of files that were replaced, so that they are uploaded again as a whole."""
+        for name, generation in snapshot.generations.items():
+            if self._generations.get(name) != generation:  # an earlier attempt may have replaced what it had uploaded
+                self._files.pop(name, None)
+                self._generations[name] = generation
+
+    def compact(self) -> None:
+        """Forgets small parts where there are many of them, so that they are uploaded again as one."""
+        for parts in self._files.values():
+            if len(parts) >= _MAX_PARTS:
+                while parts and parts[-1].size < _SMALL_PART_BYTES:
+                    parts.pop()
+        if len(self._answers) >= _MAX_PARTS:
+            self._answers.clear()
+            self.last_answer = 0
+
+    def start_version(self, run: RunJson, snapshot: Snapshot) -> None:
+        """Drops the parts that the snapshot no longer needs. The first call takes ownership of the mirror.
+
+        Raises:
+            ConfigError: the bucket or folder does not exist.
+        """
+        self._run = run
+        if not self.owns_mirror:
+            self._take_ownership()
+            self.owns_mirror = True
+        for name in self._files.keys() - snapshot.sizes.keys():
+            del self._files[name]
+        self._answers = [(part, of) for part, of in self._answers if of & snapshot.unfinished]
+
+    def _take_ownership(self) -> None:
+        """Retries reuse the number, so they never outrank a newer owner."""
+        ownerships, versions = self._versions.listing()
+        if self._ownership is None:
+            self._ownership = Ownership(1 + max((other.number for other in ownerships), default=0), self._nonce)
+        with needs_bucket(self._versions.url):
+            self._versions.write_ownership(self._ownership, self._run["owner"])
+        only_first = all(version.number == 1 for version in versions)
+        if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
+            # An empty first version, so that objects without any version always mean damage, and never a first upload
+            # that was killed. That of a process that was killed may be torn.
+            self._versions.write_manifest(Version(1, self._nonce), Manifest(self._run, {}, [], False), _now())
+
+    def add(self, name: str, data: bytes) -> None:
+        """Uploads the file's next bytes."""
+        self._files.setdefault(name, []).append(self._put_part(data))
+
+    def add_answers(self, snapshot: Snapshot) -> None:
+        """Uploads the snapshot's answers. If that fails halfway, all of them are uploaded again next time."""
+        self._answers += [(self._put_part(data), ordinals) for data, ordinals in encode_answers(snapshot.answers)]
+        self.last_answer = snapshot.last_answer
+
+    def _put_part(self, data: bytes) -> Part:
+        name = f"{self._nonce}-{self._object_count:06d}"
+        self._object_count += 1
+        self._garbage |= {("objects", name), ("copies", name)}
+        return self._versions.put_object(name, data)
+
+    @property
+    def _nonce(self) -> str:
+        return str(self._run["owner"]["nonce"])
+
+    # versions --------------------------------------------------------------------------------------------------
+
+    def publish(self, finished: bool) -> bool:
+        """Makes a version of the uploaded parts, unless nothing has changed, and removes what is no longer needed.
+
+        Returns whether there is a new version.
+
+        Raises:
+            Fenced: another process has taken ownership of the mirror.
+        """
+        files = {name: list(parts) for name, parts in self._files.items()}
+        manifest = Manifest(self._run, files, [part for part, _ in self._answers], finished)
+        ownerships, versions = self.list_as_owner()  # also if nothing has changed: a fenced process must stop
+        if manifest == self._published:
+            return False
+        if self._published is None:
+            # What earlier owners left. Those that still run stop when they see our ownership.
+            for version in versions:
+                with suppress(Damaged):
+                    self._kept[version] = self._versions.read_manifest(version).object_names()
+            self._garbage |= self._versions.list_objects()
+        new = self._next_version(versions)
+        self._versions.write_manifest(new, manifest, _now())
+        self._published = manifest
+        self._kept[new] = manifest.object_names()
+        try:
+            # Only what was listed before is removed. If nobody else has taken ownership until now, all of it is older
+            # than the next owner, even if this process pauses for long between here and the removals.
+            self.list_as_owner()
+            self._collect_garbage([version for version in versions if version < new], ownerships)
+        except OSError as error:
+            logger.warning(
+                f"Could not remove old versions at {self._versions.url}: {failure_line(error)}. They use storage and "
+                "do no harm. The next upload tries again."
+            )
+        return True
+
+    def _next_version(self, versions: list[Version]) -> Version:
+        """This owner's first number skips as many numbers as there were owners, its later ones skip none.
+
+        An earlier owner that listed the mirror before we took ownership may still write one version. Ours must be
+        newer. It is: if that version is the earlier owner's first one, it skips fewer numbers.
+        """
+        if self._number_floor is None:
+            assert self._ownership is not None
+            highest = max((version.number for version in versions), default=0)
+            self._number_floor = highest + self._ownership.number
+        own = [version.number for version in {*versions, *self._kept} if version.nonce == self._nonce]  # lists lag
+        return Version(1 + max([self._number_floor, *own]), self._nonce)
+
+    def list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
+        """Lists ownerships and versions.
+
+        Raises:
+            Fenced: another process has taken ownership.
+        """
+        ownerships, versions = self._versions.listing()
+        if ownerships and self._ownership is not None and ownerships[-1] > self._ownership:
+            other = self._versions.owner_text(ownerships[-1])
+            raise Fenced(
+                f"Another process has taken this rank over: {other} owns the mirror {self._versions.url} now. This one "
+                "writes nothing more; what it saved is kept."
+            )
+        return ownerships, versions
+
+    def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:
+        """Removes old versions first, then the objects that no kept version needs.
+
+        In this order a kill in between leaves superfluous objects, and never a version without its objects.
+        """
+        keep = sorted(self._kept)[-KEPT_VERSIONS:]
+        for version in sorted({*versions, *self._kept} - set(keep)):
+            self._versions.remove(version.file)
+        for ownership in ownerships[:-1]:
+            self._versions.remove(ownership.file)
+        self._kept = {version: self._kept[version] for version in keep}
+        needed = set().union(*self._kept.values())
+        for found in sorted(self._garbage):
+            if found[1] not in needed:
+                self._versions.remove("/".join(found))
+                self._garbage.discard(found)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,131 @@
+"""Rows taken out of the few batches to which those of a window are joined while they are read.
+
+pyarrow takes rows of several chunks from a copy of all of them, each time, and a copy made once would need twice the
+window's memory for a moment. So rows are joined part by part, and taken batch by batch.
+
+pyarrow takes the numbers of lists one by one, by an index of each. Bytes it takes as a whole, so here the numbers of a
+list are bytes: a token row costs a tenth of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from datatrove_ckpt.readers.tables import Numbers, take_rows
+from datatrove_ckpt.torch.samples import is_number
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_JOINED = 2**23
+"""Rows are joined up to so many bytes, or one block more: a take costs some microseconds for each batch."""
+_RELEASED = 6
+"""After so many joins the allocator gives back what it keeps. More often, its pages would cost more than the rows."""
+
+Parts: TypeAlias = "Iterator[tuple[Numbers, Any]]"
+"""Rows in parts: which of the rows these are, and a table or a list of them."""
+
+
+class Batches:
+    """Rows of several tables, one after the other.
+
+    Args:
+        tables: of the same columns. Types may differ as far as pyarrow can unify them.
+        joined: to few batches, of which rows are taken in any order.
+    """
+
+    def __init__(self, tables: Iterable[pa.Table], joined: bool) -> None:
+        self._batches: list[tuple[Any, Any]] = []
+        for table in _joined(tables) if joined else tables:
+            for batch in table.to_batches():
+                self._batches.append((batch.schema, _as_bytes(batch) if joined else batch))
+        self._ends = np.cumsum([batch.num_rows for _, batch in self._batches], dtype=np.int64)
+
+    def take(self, rows: Numbers) -> Parts:
+        """The rows with these numbers. A stretch of rows is no copy."""
+        numbers = np.searchsorted(self._ends, rows, side="right")
+        order = np.argsort(numbers, kind="stable")
+        counts = np.bincount(numbers)
+        split = np.split(order, np.cumsum(counts[counts > 0])[:-1])
+        for number, places in zip(np.flatnonzero(counts).tolist(), split, strict=True):
+            schema, batch = self._batches[number]
+            mine = rows[places] - (int(self._ends[number]) - batch.num_rows)
+            first = int(mine[0])
+            if bool((mine == np.arange(first, first + len(mine))).all()):
+                yield places, _of_bytes(batch.slice(first, len(mine)), schema)
+            else:
+                yield places, _taken(batch, mine, schema)
+
+
+def _taken(batch: Any, rows: Numbers, schema: Any) -> pa.Table:
+    return _of_bytes(take_rows(batch, rows), schema)
+
+
+def owned(table: pa.Table) -> pa.Table:
+    """A copy that holds no more memory than its rows: a slice holds what it was cut from."""
+    import pyarrow as pa
+
+    if table.num_rows < 2:
+        return take_rows(table, range(table.num_rows))
+    half = table.num_rows // 2  # one chunk alone would not be copied
+    return pa.concat_tables([table.slice(0, half), table.slice(half)]).combine_chunks()
+
+
+def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    import pyarrow as pa
+
+    group: list[pa.Table] = []
+    count = 0
+    for table in tables:
+        group.append(table)
+        del table  # it is not held while the next one is read
+        if sum(one.nbytes for one in group) >= _JOINED:
+            joined = owned(pa.concat_tables(group, promote_options="permissive"))
+            group = []
+            count = count + 1
+            if count % _RELEASED == 0:
+                pa.default_memory_pool().release_unused()
+            yield joined
+    if group:
+        yield owned(pa.concat_tables(group, promote_options="permissive"))
+
+
+def _as_bytes(batch: Any) -> Any:
+    """Lists of numbers become bytes, without a copy."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    def column(chunk: Any) -> Any:
+        kind = chunk.type
+        if not (types.is_list(kind) or types.is_large_list(kind)) or not is_number(types, kind.value_type):
+            return chunk
+        if not len(chunk) or chunk.null_count or chunk.values.null_count or not chunk.values.buffers()[1]:
+            return chunk
+        ends = (chunk.offsets.to_numpy().astype(np.int64) + chunk.values.offset) * (kind.value_type.bit_width // 8)
+        buffers = [None, pa.py_buffer(ends), chunk.values.buffers()[1]]
+        return pa.Array.from_buffers(pa.large_binary(), len(chunk), buffers)
+
+    return pa.RecordBatch.from_arrays([*map(column, batch.columns)], names=batch.schema.names)
+
+
+def _of_bytes(batch: Any, schema: Any) -> pa.Table:
+    """The opposite of ``_as_bytes``."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    def column(chunk: Any, kind: Any) -> Any:
+        if chunk.type == kind:
+            return chunk
+        _, ends, numbers = chunk.buffers()
+        width = kind.value_type.bit_width // 8
+        found = np.frombuffer(ends, np.int64, len(chunk) + 1, 8 * chunk.offset) // width
+        values = pa.Array.from_buffers(kind.value_type, int(found[-1]), [None, numbers])
+        if not types.is_large_list(kind):
+            found = found.astype(np.int32)
+        return pa.Array.from_buffers(kind, len(chunk), [None, pa.py_buffer(found)], children=[values])
+
+    columns = [column(chunk, kind) for chunk, kind in zip(batch.columns, schema.types, strict=True)]
+    return pa.Table.from_arrays(columns, schema=schema)

@@ -1,0 +1,145 @@
+"""Keeps the rows of files that were counted, so that the next process need not read the files again.
+
+JSONL has no table of contents, so its lines are counted by reading all of it: 1 to 2 GB per second from a page cache,
+and what a disk or network gives otherwise. Remote Parquet and Arrow files cost some requests each. The counts of an
+input are one small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), else ``datatrove-ckpt/rows`` in
+the user's cache folder. Put it on a shared disk, and the nodes of a training share the counts: the first process
+counts, and the others wait for it.
+
+A count is used while the file has the same size, time of change and sample (see ``Inputs.sample``). A count that is
+wrong nevertheless is noticed when rows are read, see ``block_file.changed``. The file may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+import uuid
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+from loguru import logger
+from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
+
+from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.torch.block_file import FileIndex, Group
+
+_VERSION = 2
+_SAVE_SECONDS = 30.0
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+"""What file systems call the time of the last change."""
+
+
+def cache_folder() -> Path | None:
+    """Where counts are kept: see above. None: they are not."""
+    own = os.environ.get("DATATROVE_CKPT_CACHE")
+    if own == "":
+        return None
+    if own is not None:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "datatrove-ckpt" / "rows"
+
+
+class RowCounts:
+    """The counts of one input.
+
+    Args:
+        inputs: its files.
+        kind: what else the counts depend on, such as the format.
+    """
+
+    def __init__(self, inputs: Inputs, kind: str) -> None:
+        self._inputs = inputs
+        source = f"{_VERSION}/{kind}/{inputs.folder.resolve_paths('')}"
+        folder = cache_folder()
+        self._path: Path | None = None
+        if folder is not None:
+            self._path = folder / f"{xxh3_128_hexdigest(source.encode())}.json"
+        self._files: dict[str, Any] = {}
+        self._lock = threading.Lock()  # files are counted in several threads
+        self._changed = False
+        self._saved = time.monotonic()
+
+    def load(self) -> None:
+        """Reads what is kept. What cannot be read is counted again."""
+        if self._path is None:
+            return
+        with suppress(OSError, ValueError):
+            content = orjson.loads(self._path.read_bytes())
+            if isinstance(content, dict) and isinstance(content.get("files"), dict):
+                self._files = content["files"] | self._files
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """For one process at a time, if the file system can lock. What is counted inside is kept at the end."""
+        with ExitStack() as stack:
+            if self._path is not None:
+                with suppress(OSError):  # a folder that cannot be written, or a file system without locks
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    lock = stack.enter_context(self._path.with_suffix(".lock").open("a"))
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        logger.info("Another process counts the rows of the input. Waiting for it.")
+                        fcntl.flock(lock, fcntl.LOCK_EX)
+                    self.load()
+            stack.callback(self._save)
+            yield
+
+    def key(self, number: int) -> str:
+        """What changes with a file's content; empty if nothing does."""
+        info = self._inputs.info(number)
+        changed = next((str(info[name]) for name in _TIMES if info.get(name)), "")
+        known = (str(self._inputs.size(number)), changed, self._inputs.sample(number))
+        if any(known[1:]):
+            return xxh3_64_hexdigest("/".join(known).encode())
+        return ""
+
+    def get(self, number: int) -> FileIndex | None:
+        """The count of a file; None if it is not known, or if the file has changed since."""
+        found = self._files.get(self._inputs.names[number])
+        with suppress(KeyError, TypeError, ValueError):
+            if found and found["key"] == self.key(number):
+                groups = zip(found["rows"], found["bytes"], strict=True)
+                parts = tuple(Group(int(rows), int(size)) for rows, size in groups)
+                return FileIndex(parts, bool(found["sequential"]), b64decode(found["schema"]))
+        return None
+
+    def put(self, number: int, index: FileIndex) -> None:
+        """Keeps the count of a file."""
+        key = self.key(number)
+        if not key:
+            return
+        rows = [group.rows for group in index.groups]
+        sizes = [group.bytes for group in index.groups]
+        schema = b64encode(index.schema).decode()
+        entry = {"key": key, "rows": rows, "bytes": sizes, "sequential": index.sequential, "schema": schema}
+        with self._lock:
+            self._files[self._inputs.names[number]] = entry
+            self._changed = True
+            is_due = time.monotonic() - self._saved > _SAVE_SECONDS
+        if is_due:
+            self._save()
+
+    def _save(self) -> None:
+        with self._lock:
+            if not self._changed or self._path is None:
+                return
+            self._changed = False
+            self._saved = time.monotonic()
+            content = orjson.dumps({"files": self._files})
+            part = self._path.with_suffix(f".{uuid.uuid4().hex}")  # nodes may share the folder, and process ids
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                part.write_bytes(content)
+                part.replace(self._path)
+            except OSError as error:
+                logger.warning(f"The rows that were counted cannot be kept, so the next start counts again: {error}")
+                with suppress(OSError):
+                    part.unlink()

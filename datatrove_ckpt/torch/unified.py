@@ -1,0 +1,111 @@
+"""One schema for all files of an input, whose columns may have other types in each.
+
+Rows of several files come together in a shuffled window. pyarrow would unify the types of those that happen to be
+there, so that a row's type would depend on its neighbours, and on where a run was resumed. Here the types of all files
+count, whoever reads what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.torch.block_file import check_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Unified:
+    """The types that all rows get.
+
+    Args:
+        schemas: each schema that occurs, serialized, and a file that has it.
+        columns: the columns that are read, which all files must have; None: all that some file has. Where a file lacks
+            one, its rows have None.
+
+    Raises:
+        ConfigError: a file lacks a column, or the types of a column cannot be unified.
+    """
+
+    def __init__(self, schemas: Iterable[tuple[bytes, str]], columns: Sequence[str] | None) -> None:
+        import pyarrow as pa
+
+        kinds: dict[str, dict[pa.DataType, str]] = {}
+        for serialized, name in schemas:
+            schema = pa.ipc.read_schema(pa.py_buffer(serialized))
+            wanted = schema.names if columns is None else columns
+            check_columns(schema.names, wanted, name)
+            for column in wanted:
+                kinds.setdefault(column, {}).setdefault(schema.field(column).type, name)
+        self._schema = pa.schema([(column, _unify(column, files)) for column, files in kinds.items()])
+
+    def apply(self, table: pa.Table, name: str) -> pa.Table:
+        """The table in these types.
+
+        Args:
+            name: of its file.
+
+        Raises:
+            InputError: a value does not fit the type.
+        """
+        import pyarrow as pa
+
+        schema = self._schema
+        if table.column_names == schema.names and table.schema.types == schema.types:
+            return table
+        columns = []
+        for field in schema:
+            if field.name not in table.column_names:
+                columns.append(pa.nulls(table.num_rows, field.type))
+                continue
+            try:
+                columns.append(_cast(table[field.name], field.type))
+            except pa.ArrowException as error:
+                raise InputError(
+                    f"The input file {name!r} has {field.name!r} as {table[field.name].type}, other files have it in "
+                    f"types that make it {field.type}, and a value does not fit: {error}. Write the files with one "
+                    "type, or read without shuffle_seed."
+                ) from error
+        return pa.table(columns, schema=schema)
+
+
+def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
+    """The type that holds the values of all these types, each with a file that has it."""
+    import pyarrow as pa
+
+    found, *others = kinds
+    for kind in others:
+        try:
+            schemas = [pa.schema([("", _plain(one))]) for one in (found, kind)]
+            found = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        except pa.ArrowException as error:
+            raise ConfigError(
+                f"The column {column!r} is {kind} in the input file {kinds[kind]!r} and {found} in files before it, "
+                "which are no values of one column. Write the files with one type, choose other columns, or read "
+                "without shuffle_seed."
+            ) from error
+    return found
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of the values of a dictionary, or of views of texts."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    return views.get(kind, kind)
+
+
+def _cast(column: Any, kind: pa.DataType) -> Any:
+    import pyarrow as pa
+
+    if column.type == kind:
+        return column
+    # Casts do not add the fields of a struct; this does, as it has unified the types.
+    tables = [pa.table({"": column.cast(_plain(column.type))}), pa.table({"": pa.array([], kind)})]
+    unified = pa.concat_tables(tables, promote_options="permissive").column(0)
+    return pa.chunked_array([chunk for chunk in unified.chunks if len(chunk)], kind)

@@ -302,7 +302,7 @@ class Progress(_Record):
             "pos": list(self.position),
         }
         if self.skipped:
-            found["skip"] = self.skipped.to_json()
+            found["skip"] = list(self.skipped)
         return found
 
     @classmethod

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
@@ -199,12 +199,14 @@ class RankLedger:
             lost_in_flight=sum(attempt.in_flight for attempt in killed),
             number_of_attempts=len(attempts) or self.owners,  # an earlier release wrote no history
             killed=len(killed),
+            seconds=self.sums.seconds,
             dead_letters=self.causes,
         )
         last = self.history.last
         if last is not None:
             found.work = last.total
             found.skipped = last.skipped
+            found.seconds = max(found.seconds, last.seconds.total)
             if any(attempt.ended is None for attempt in attempts):
                 # The last minute before a kill is in no line of the history, and neither is what a running rank did
                 # since its last line. But a request of a document that is done was sent, unless it was cached.
@@ -546,11 +548,14 @@ def _cause(kind: str, error: str) -> str:
     return text if len(text) <= _MAX_CAUSE else f"{text[:_MAX_CAUSE]}..."
 
 
-def few(causes: Counter[str]) -> Counter[str]:
-    """The most frequent causes; the others in one."""
-    kept = Counter(dict(causes.most_common(_MAX_CAUSES)))
-    if others := causes.total() - kept.total():
-        kept[OTHERS] += others
+def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
+    """Returns the most frequent causes in their order, and the sum of the others last."""
+    known = Counter(causes)
+    others = known.pop(OTHERS, 0)
+    kept = Counter(dict(known.most_common(most)))
+    others += known.total() - kept.total()
+    if others:
+        kept[OTHERS] = others
     return kept
 
 

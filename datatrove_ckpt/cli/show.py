@@ -22,7 +22,7 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.report.gather import Prices, gather
+from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.process.task_errors import log_disabled
 
@@ -114,16 +114,13 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page. Returns the exit code."""
-    if arguments.price_per_gpu_hour is not None and arguments.gpus_per_rank is None:
-        raise ConfigError("--price-per-gpu-hour: needs --gpus-per-rank, the GPUs that the servers of a rank use.")
-    prices = Prices(arguments.price_per_gpu_hour, arguments.price_per_million_tokens, arguments.gpus_per_rank)
     with place_of(arguments, wanted_files) as place:
         beside = place.folder.parent if place.folder.name == "checkpoints" else Path()
         target: str = arguments.output or str(beside / "report.html")
         if Path(target).is_dir():
             raise ConfigError(f"--output: {target} is a folder. Give the name of a file, such as {target}/report.html.")
         state = read_run_state(place)
-        page = gather(state, prices)
+        page = gather(state)
     text = page.html().encode()
     if target == "-":
         write_out(text.decode(), raw=True)

@@ -71,7 +71,6 @@ class RankNumbers:
             "skipped_bad_requests": _ones(counts.dead, "document"),
             "skipped_damaged_lines": _ones(skipped.damaged, "line"),
             "skipped_rows_without_text": _ones(skipped.without_text, "row"),
-            "files_without_documents": _ones(skipped.files, "file"),
             "inference_time": timing(seconds.inference, "seconds"),
         }
         stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})

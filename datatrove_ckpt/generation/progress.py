@@ -149,7 +149,6 @@ class RankReporter:
         self._models: dict[str, ModelObserver] = {}
         self._newest = Newest()
         self._source: DocumentSource | None = None
-        self._has_said_why_unknown = False
         self._spread = Buckets(), Buckets(), Buckets()
         self._recent: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()  # of these two: metrics are read in other threads
@@ -278,18 +277,8 @@ class RankReporter:
         first = min(_FIRST_SECONDS, MINUTE_SECONDS)
         for number in count():
             await asyncio.sleep(MINUTE_SECONDS if number else first)
-            self._say_why_unknown()
             spread = [self.spread()] if number and number % _SPREAD_EVERY == 0 else []
             self._checkpoint.note(self.progress(), *spread)
-
-    def _say_why_unknown(self) -> None:
-        if self._source is not None and self._source.lacks_size and not self._has_said_why_unknown:
-            self._has_said_why_unknown = True
-            logger.info(
-                "Progress is shown without percent and time left: the documents have no position in the input, or it "
-                "does not say how large it is. A single JsonlReader, ParquetReader, IpcReader or "
-                "HuggingFaceDatasetReader of datatrove_ckpt.readers knows both; it takes the same arguments."
-            )
 
     def progress(self) -> history_records.Progress:
         """Where the attempt stands. The checkpoint fills in the rest."""

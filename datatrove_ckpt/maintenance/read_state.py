@@ -334,11 +334,10 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     sums, recent, written = ledger.sums, ledger.history, ledger.written
     rank.add(ledger.numbers())
     rank.last_commit = sums.at if rank.is_copy else ledger.last_commit
-    rank.attempts, rank.seconds = recent.attempts, sums.seconds
-    if (last := recent.last) is not None:
-        if last.documents.read or not rank.documents:  # else more is done than that line knows
-            rank.position = _reached(last, rank)
-        rank.seconds = max(rank.seconds, last.seconds.total)
+    rank.attempts = recent.attempts
+    last = recent.last
+    if last is not None and (last.documents.read or not rank.documents):  # else more is done than that line knows
+        rank.position = _reached(last, rank)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))

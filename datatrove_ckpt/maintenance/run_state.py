@@ -84,7 +84,6 @@ class RankState(Sums):
         trouble, reason: why it needs attention; None and "" if it does not.
         outage: of its servers, until now; None if there is none.
         has_rate: ``rates`` are of five minutes at least, so that they can be compared.
-        seconds: what its attempts took together.
         downtime: seconds between attempts that were cut short and the ones after them.
         attempts: those that the history still names.
         wait: what it waits for, while it runs.
@@ -102,7 +101,6 @@ class RankState(Sums):
     reason: str = ""
     outage: Silence | None = None
     has_rate: bool = False
-    seconds: float = 0.0
     downtime: float = 0.0
     attempts: list[AttemptSummary] = field(default_factory=list)
     wait: Wait = field(default_factory=Wait)
@@ -320,7 +318,7 @@ def _sums(sums: Sums) -> Json:
         "chunks": sums.chunks,
         "unfinished_chunks": sums.unfinished_chunks,
         "work": {name: getattr(sums.work, name) for name in _WORK}
-        | {"lost_in_flight": sums.lost_in_flight, "errors": sums.work.errors, "is_at_least": sums.work_is_at_least},
+        | {"lost_in_flight": sums.lost_in_flight, "errors": sums.work.errors, "is_at_least": sums.killed > 0},
         "rates": _rates(sums.rates),
         "time_left_seconds": None if sums.time_left is None else round(sums.time_left, 3),
         "as_of": _time(sums.as_of),

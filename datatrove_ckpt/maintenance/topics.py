@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Mapping
 
-from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
+from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.run_state import RunState, Totals
 
 # A rank knows the size of its input once it has read something, and writes it with the next minute.
 _FIRST_SECONDS = 120.0
-_STATES = ("damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished")
+_SHOWN_CAUSES = 5
 
 
 def topics(state: RunState) -> Iterator[tuple[str, str]]:
@@ -31,7 +31,7 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
     if odd := totals.done.odd_answers:
         yield "answers", odd.strip()
     if totals.skipped:
-        yield "skipped", str(totals.skipped).removeprefix(" Skipped: ").removesuffix(".")
+        yield "skipped", totals.skipped.text
     if totals.done.dead > 0:
         yield "dead", _dead(state, totals)
     if state.missing:
@@ -51,10 +51,11 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
 
 def ranks_of(state: RunState) -> str:
     """How many ranks there are, by what they do."""
-    totals = state.totals
-    states = [f"{totals.states[name]} {name}" for name in _STATES if totals.states[name]]
-    states += [f"{totals.not_started} not started"] if totals.not_started else []
-    return f"{plural(len(state.ranks) + totals.not_started, 'rank')} ({', '.join(states)})"
+    not_started = state.totals.not_started
+    states = [f"{number} {name}" for name, number in sorted(state.totals.states.items())]
+    if not_started:
+        states.append(f"{not_started} not started")
+    return f"{plural(len(state.ranks) + not_started, 'rank')} ({', '.join(states)})"
 
 
 def age(state: RunState) -> str:
@@ -128,7 +129,7 @@ def _sum_of_tokens(totals: Totals) -> str:
 
 def _requests(totals: Totals) -> str:
     work = totals.work
-    at_least = "at least " if totals.work_is_at_least else ""
+    at_least = "at least " if totals.killed else ""
     sent = f"{at_least}{work.sent:,} sent, {work.cached:,} answered from cache"
     return f"{totals.done.requests:,} of documents that are done; {sent}"
 
@@ -162,22 +163,25 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]
     if work.restarts:
         yield "servers", counted(work.restarts, "restart")
     if work.errors:
-        yield "errors", _most(work.errors) + ago
+        yield "errors", _named_counts(work.errors) + ago
 
 
-def _most(numbers: Mapping[str, int]) -> str:
-    ordered = sorted(((name, count) for name, count in numbers.items() if name != OTHERS), key=lambda item: -item[1])
-    shown = [f"{count:,} {name}" for name, count in ordered[:5]]
-    others = sum(count for _, count in ordered[5:]) + numbers.get(OTHERS, 0)
-    return ", ".join([*shown, f"{others:,} {OTHERS}"] if others else shown)
+def _named_counts(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in few(numbers, _SHOWN_CAUSES).items())
 
 
 def _attempts(totals: Totals) -> str:
-    killed = f", {totals.killed:,} of them killed" if totals.killed else ""
-    return f"{totals.number_of_attempts:,}{killed}"
+    killed = ""
+    if totals.killed:
+        killed = f", {totals.killed:,} of them killed"
+    return f"{totals.number_of_attempts:,}{killed}; {duration(totals.seconds)} together"
 
 
 def _dead(state: RunState, totals: Totals) -> str:
-    said = [_most(state.causes)]
-    said += [f"{totals.unfinished.dead:,} in unfinished chunks"] if totals.unfinished.dead else []
-    return f"{totals.done.dead:,}: {', '.join(filter(None, said))}".removesuffix(": ")
+    parts = []
+    if state.causes:
+        parts.append(_named_counts(state.causes))
+    if totals.unfinished.dead:
+        parts.append(f"{totals.unfinished.dead:,} in unfinished chunks")
+    number = f"{totals.done.dead:,}"
+    return f"{number}: {', '.join(parts)}" if parts else number

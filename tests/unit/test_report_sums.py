@@ -1,4 +1,4 @@
-"""From the lines of histories to what the report shows: intervals, interruptions, requests, prices."""
+"""From the lines of histories to what the report shows: intervals, interruptions, requests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.maintenance.report.gather import Prices, costs, gather
+from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.histories import (
-    Interruption,
     OverTime,
     RankLog,
     interruptions,
     parse_log,
     time_axis,
-    together,
 )
 from datatrove_ckpt.maintenance.report.page import Table
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, RunState
 
 T = 1_790_000_000.0
 
@@ -125,8 +123,7 @@ def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
 
 def test_a_kill_costs_the_time_until_servers_are_ready_and_the_requests_in_flight() -> None:
     (found,) = interruptions("3", killed_once(), is_running=True)
-    assert (found.name, found.at, found.away, found.starting, found.repeated) == ("3", T + 240, 160, 30, 7)
-    assert found.seconds == 190
+    assert (found.rank, found.at, found.away, found.starting, found.repeated) == ("3", T + 240, 160, 30, 7)
     assert (found.why, found.place) == ("killed", "node7")
 
 
@@ -152,7 +149,6 @@ def test_what_was_in_flight_when_an_attempt_was_killed_is_not_0_because_its_last
     ended = log_of([start(1, 0), line(1, 60, 5), End(at=T + 60, attempt=1, why="stopped", what="SIGTERM")])
     found = [next(interruptions(str(rank), log, is_running=False)) for rank, log in enumerate((idle, busy, ended))]
     assert [one.repeated for one in found] == [None, 3, 0]
-    assert [one.repeated for one in together(found)] == [None, 0], "two were killed in one minute"
 
 
 def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None:
@@ -167,18 +163,6 @@ def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None
     assert (found.at, found.why, found.away, found.starting) == (T + 50, "server 0 died: CUDA out of memory", 0, 45)
 
 
-def test_ranks_that_ended_together_are_one_interruption_whose_costs_are_added() -> None:
-    found = [Interruption((str(rank),), T + rank, "killed", f"n{rank // 2}", 10, 2, 4) for rank in range(4)]
-    found += [Interruption(("0",), T + 30, "killed", "n0", 10, None, 4)]
-    found += [Interruption(("1",), T + 5, "stopped by SIGTERM", "n1", 20)]
-    found += [Interruption(("2",), T + 500, "killed")]
-    killed, stopped, again, late = together(reversed(found))
-    assert (killed.name, killed.place) == ("4 ranks: 0-3", "2 places: n0, ...")
-    assert (killed.at, killed.away, killed.starting, killed.repeated) == (T, 40, 8, 16)
-    assert (stopped.name, stopped.why, stopped.starting) == ("1", "stopped by SIGTERM", None)
-    assert (again.name, late.name) == ("0", "2")
-
-
 def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> dict[str, Table]:
     """The tables of the report of ranks with these histories, by title."""
     states = []
@@ -187,20 +171,19 @@ def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> di
         home.mkdir()
         (home / HISTORY).write_bytes(b"".join(record.to_line() for record in records))
         states.append(RankState("", number, home, state))
-    return {table.title: table for table in gather(RunState("folder", False, T, ranks=states), Prices()).tables}
+    return {table.title: table for table in gather(RunState("folder", False, T, ranks=states)).tables}
 
 
 def test_what_is_not_known_of_an_interruption_is_told(tmp_path: Path) -> None:
     table = report_of(tmp_path, [start(1, 0), line(1, 0, 0)])["What interruptions cost"]
     assert table.rows[0][-3:] == ["none yet", "", "not known"]
-    assert "it is not known how many requests were sent again" in table.note
 
 
-def test_interruptions_beyond_a_hundred_are_counted_and_the_longest_shown(tmp_path: Path) -> None:
+def test_interruptions_beyond_a_hundred_are_counted_and_the_last_shown(tmp_path: Path) -> None:
     records = [start(number, 100 * number + number**2) for number in range(151)]
     table = report_of(tmp_path, records, state="running")["What interruptions cost"]
-    assert table.note.startswith("150 interruptions cost")
-    assert table.note.endswith("These are the 100 longest of 150.")
+    assert table.note.startswith("150 interruptions: ")
+    assert table.note.endswith("These are the last 100.")
     assert len(table.rows) == 100
 
 
@@ -221,26 +204,6 @@ def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path: Path) 
     latency, prompt = table.rows
     assert latency == ["latency", "1 s", "92.7 s", "92.7 s", "92.7 s"]
     assert prompt == ["prompt tokens", "8", "8", "8", "8"]
-
-
-# prices --------------------------------------------------------------------------------------------------------------
-
-
-def run_of(seconds: float, ranks: int = 2, **work: Any) -> RunState:
-    states = [RankState("", number, Path(), "finished", seconds=seconds) for number in range(ranks)]
-    totals = Totals(counts=DocumentCounts(1000, 1000), work=WorkCounts(**work))
-    return RunState("folder", False, T, ranks=states, totals=totals)
-
-
-def test_gpus_and_tokens_cost_what_their_prices_say() -> None:
-    run = run_of(7200, prompt_tokens=3_000_000, completion_tokens=1_000_000)
-    found = {one.label: one.value for one in costs(run, Prices(2.5, (0.1, 0.4), 8), 360)}
-    assert found["GPU hours"] == pytest.approx(32)
-    assert found["Cost of GPUs"] == pytest.approx(80)
-    assert found["Lost to interruptions"] == pytest.approx(2)
-    assert found["Cost of tokens"] == pytest.approx(0.7)
-    assert found["Cost"] == pytest.approx(80.7)
-    assert list(costs(run, Prices(), 0)) == []
 
 
 def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> None:

@@ -13,7 +13,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.formatting import duration, figure, percent, plural, short
+from datatrove_ckpt.formatting import duration, figure, percent, plural
 from datatrove_ckpt.maintenance.report.histories import (
     NO_WORD,
     Interruption,
@@ -21,9 +21,8 @@ from datatrove_ckpt.maintenance.report.histories import (
     interruptions,
     read_log,
     time_axis,
-    together,
 )
-from datatrove_ckpt.maintenance.report.page import Chart, Figure, Page, Table, Tone, clock
+from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
 
@@ -32,21 +31,6 @@ _PROGRESS_LINES = 30_000
 _LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
 _MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices in any currency.
-
-    Attributes:
-        gpu_hour: of one GPU for an hour; None: GPUs cost nothing.
-        million_tokens: of a million prompt tokens, and of a million completion tokens.
-        gpus_per_rank: that one rank uses; None: as the YAML file says, else 1.
-    """
-
-    gpu_hour: float | None = None
-    million_tokens: tuple[float, float] | None = None
-    gpus_per_rank: int | None = None
 
 
 @dataclass
@@ -65,7 +49,7 @@ class _Rank:
         return self.state.state == "running"
 
 
-def gather(run: RunState, prices: Prices) -> Page:
+def gather(run: RunState) -> Page:
     """Reads the histories of all ranks, and makes the page. Changes nothing."""
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
@@ -81,7 +65,6 @@ def gather(run: RunState, prices: Prices) -> Page:
         version=__version__,
         age=f"{age(run).capitalize()}.",
         sums=[("ranks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
-        costs=list(costs(run, prices, sum(one.starting or 0.0 for one in found))),
         charts=list(_charts(ranks, found, run.read_at)),
         tables=[table for table in _tables(run, ranks, found) if table.rows],
         missing=list(_missing(run, ranks)),
@@ -107,49 +90,6 @@ def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
         yield f"{plural(damaged, 'damaged line')} of histories could not be read and was left out."
     if not run.totals.exact:
         yield "Documents of chunks that are not committed are as of the last line of each history."
-
-
-def costs(run: RunState, prices: Prices, wasted_seconds: float) -> Iterator[Figure]:
-    """One figure for each price, the sum, and what that means for a million documents.
-
-    Args:
-        wasted_seconds: of ranks that worked, but only waited for servers after an interruption.
-    """
-    amounts: list[tuple[str, float, str]] = []
-    total = 0.0
-    if prices.gpu_hour is not None and (gpus := prices.gpus_per_rank):
-        hours = sum(rank.seconds for rank in (*run.ranks, *run.retries)) * gpus / 3600
-        total += hours * prices.gpu_hour
-        with_gpus = f"{plural(len(run.ranks), 'rank')} with {plural(gpus, 'GPU')} each"
-        yield Figure("GPU hours", hours, short(hours), with_gpus)
-        amounts.append(("Cost of GPUs", total, f"at {money(prices.gpu_hour)} per GPU hour"))
-        lost = wasted_seconds * gpus / 3600 * prices.gpu_hour
-        amounts.append(("Lost to interruptions", lost, f"{duration(wasted_seconds)} of starting again"))
-    if prices.million_tokens is not None:
-        prompt, completion = prices.million_tokens
-        cost = (_tokens(run, "prompt_tokens") * prompt + _tokens(run, "completion_tokens") * completion) / 1e6
-        total += cost
-        per = money(prompt) if prompt == completion else f"{money(prompt)} and {money(completion)}"
-        amounts.append(("Cost of tokens", cost, f"at {per} per million tokens"))
-    if amounts:
-        done = run.totals.documents
-        amounts.append(("Cost", total, f"{money(total / done * 1e6)} per million documents" if done else ""))
-    yield from (Figure(label, amount, money(amount), note) for label, amount, note in amounts)
-
-
-def _tokens(run: RunState, kind: str) -> int:
-    """What was paid for: also for documents that are not done, as far as attempts that were killed had noted it."""
-    return sum(
-        max(getattr(sums.work, kind), getattr(sums.counts, kind) + getattr(sums.unfinished, kind))
-        for sums in (run.totals, run.retried)
-    )
-
-
-def money(amount: float) -> str:
-    """An amount without a currency: "308.50", "12,345", "0.0021"."""
-    if amount and abs(amount) < 0.1:
-        return f"{amount:.2g}"
-    return f"{amount:,.2f}" if abs(amount) < 10_000 else f"{amount:,.0f}"
 
 
 # charts and tables ---------------------------------------------------------------------------------------------------
@@ -178,7 +118,7 @@ def _charts(ranks: Sequence[_Rank], found: Sequence[Interruption], now: float) -
 
 
 def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]) -> Iterator[Table]:
-    yield _interruptions(together(found))
+    yield _interruptions(found)
     causes = run.causes
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
@@ -191,30 +131,35 @@ def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]
 
 
 def _interruptions(found: Sequence[Interruption]) -> Table:
-    worst = sorted(found, key=lambda one: one.seconds, reverse=True)[:_MAX_INTERRUPTIONS]
-    known = sum(one.repeated or 0 for one in found)
-    again = f", and {plural(known, 'request')} sent again" if known else ""
-    if any(one.repeated is None and one.why == NO_WORD for one in found):
-        again = ", and it is not known how many requests were sent again"
-    lost = duration(sum(one.seconds for one in found))
+    in_order = sorted(found, key=lambda one: one.at)
+    away = duration(sum(one.away or 0.0 for one in found))
+    starting = duration(sum(one.starting or 0.0 for one in found))
+    again = plural(sum(one.repeated or 0 for one in found), "request")
     note = (
-        f"{plural(sum(len(one.ranks) for one in found), 'interruption')} cost {lost} of ranks' time{again}. "
-        "Pause: nothing ran. Start-up: until servers were ready. Times of several ranks are their sums. "
-        "Without a word: kill -9, out of memory, or a node that is gone."
+        f"{plural(len(found), 'interruption')}: {away} of pauses, in which a rank did not run; {starting} of start-up, "
+        f"until its servers were ready; {again} sent again, as far as that is known. "
+        f"{NO_WORD.capitalize()}: kill -9, out of memory, or a node that is gone."
     )
-    if len(worst) < len(found):
-        note += f" These are the {len(worst)} longest of {len(found)}."
+    if len(found) > _MAX_INTERRUPTIONS:
+        note += f" These are the last {_MAX_INTERRUPTIONS}."
     columns = ("rank", "last sign of life", "how it ended", "where", "pause#", "start-up#", "sent again#")
-    rows = [_interruption(one) for one in sorted(worst, key=lambda one: one.at)]
+    rows = [_interruption(one) for one in in_order[-_MAX_INTERRUPTIONS:]]
     return Table("What interruptions cost", columns, rows, note)
 
 
 def _interruption(one: Interruption) -> list[str]:
-    unknown = "not known" if one.why == NO_WORD else ""
-    away = "none yet" if one.away is None else duration(one.away)
-    starting = "" if one.starting is None else duration(one.starting)
-    again = unknown if one.repeated is None else figure(one.repeated)
-    return [one.name, clock(one.at), one.why, one.place, away, starting, again]
+    away = starting = again = ""
+    if one.away is None:
+        away = "none yet"
+    elif one.away:
+        away = duration(one.away)
+    if one.starting is not None:
+        starting = duration(one.starting)
+    if one.repeated is not None:
+        again = figure(one.repeated)
+    elif one.why == NO_WORD:
+        again = "not known"
+    return [one.rank, clock(one.at), one.why, one.place, away, starting, again]
 
 
 def _spreads(logs: Sequence[RankLog], requests: int) -> Table:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from datatrove_ckpt.checkpoint.history_log import AttemptSummary
 from datatrove_ckpt.checkpoint.history_records import Progress, ServerEvent, Spread, Start, is_progress_line, parse_line
 from datatrove_ckpt.checkpoint.lines import BODY_AT, unseal, whole_lines
-from datatrove_ckpt.formatting import ranges
 
 Floats: TypeAlias = NDArray[np.float64]
 NO_WORD = "killed"
@@ -30,7 +29,6 @@ NO_WORD = "killed"
 _START, _SPREAD = (b'"k":"%s"' % kind.KIND.encode() for kind in (Start, Spread))
 _MAX_INTERVALS = 160  # so many a screen can show
 _MINUTE = 60.0  # from a line of the history to the next one, if none was left out
-_TOGETHER_SECONDS = 60.0  # between two lines of a history: when exactly a rank died is not known
 
 
 @dataclass(slots=True)
@@ -210,13 +208,12 @@ def _lines(attempts: Sequence[AttemptLog]) -> tuple[list[float], list[Progress]]
 # interruptions -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Interruption:
-    """An attempt that ended before its rank was done, or those of several ranks that ended together.
+class Interruption(NamedTuple):
+    """An attempt that ended before its rank was done, or the death of a server.
 
     Attributes:
-        ranks: names of those that it interrupted. The other numbers are sums over them.
-        at: Unix seconds of the (first) last sign of life.
+        rank: its name.
+        at: Unix seconds of the last sign of life.
         why: a few words.
         place: host and Slurm job.
         away: seconds until the next attempt; None: there is none yet.
@@ -224,27 +221,13 @@ class Interruption:
         repeated: requests that had to be sent again; None: not known.
     """
 
-    ranks: tuple[str, ...]
+    rank: str
     at: float
     why: str
-    place: str = ""
-    away: float | None = None
-    starting: float | None = None
-    repeated: int | None = None
-
-    @property
-    def seconds(self) -> float:
-        """What it cost in time."""
-        return (self.away or 0.0) + (self.starting or 0.0)
-
-    @property
-    def name(self) -> str:
-        """The rank; of several, their number and names."""
-        if len(self.ranks) == 1:
-            return self.ranks[0]
-        others = [rank for rank in self.ranks if not rank.isdecimal()]
-        numbers = ranges([int(rank) for rank in self.ranks if rank.isdecimal()], 8)
-        return f"{len(self.ranks)} ranks: {', '.join([*filter(None, [numbers]), *others[:8]])}"
+    place: str
+    away: float | None
+    starting: float | None
+    repeated: int | None
 
 
 def interruptions(rank: str, log: RankLog, is_running: bool) -> Iterator[Interruption]:
@@ -253,53 +236,30 @@ def interruptions(rank: str, log: RankLog, is_running: bool) -> Iterator[Interru
     Args:
         is_running: the last attempt has not ended.
     """
-    followed = [*log.attempts[1:], None]
-    for attempt, following in zip(log.attempts, followed, strict=False):
+    for attempt, following in pairwise([*log.attempts, None]):
+        assert attempt is not None
         yield from _deaths(rank, attempt)
         if attempt.why == "done" or (following is None and is_running):
             continue
-        away = None if following is None else max(0.0, following.started - attempt.last_seen)
-        starting = None if following is None else following.seconds_until_ready
-        at, why = attempt.last_seen, attempt.how_it_ended
-        yield Interruption((rank,), at, why, attempt.place, away, starting, attempt.repeated)
+        away = starting = None
+        if following is not None:
+            away = max(0.0, following.started - attempt.last_seen)
+            starting = following.seconds_until_ready
+        why = attempt.how_it_ended
+        yield Interruption(rank, attempt.last_seen, why, attempt.place, away, starting, attempt.repeated)
 
 
 def _deaths(rank: str, attempt: AttemptLog) -> Iterator[Interruption]:
     """Servers that died in the attempt, until each answered again."""
     for index, event in enumerate(attempt.servers):
-        if event.what == "death":
-            later = (one.at for one in attempt.servers[index + 1 :] if one.name == event.name and one.what == "ready")
-            why = f"server {event.name} died" + (f": {event.why}" if event.why else "")
-            ready = next(later, None)
-            starting = None if ready is None else max(0.0, ready - event.at)
-            yield Interruption((rank,), event.at, why, attempt.place, 0.0, starting)
-
-
-def together(found: Iterable[Interruption]) -> list[Interruption]:
-    """Those of several ranks that ended in one minute, and in one way, as one. In the order of time."""
-    groups: list[dict[tuple[str, ...], Interruption]] = []
-    newest: dict[tuple[str, bool], dict[tuple[str, ...], Interruption]] = {}
-    for one in sorted(found, key=lambda one: one.at):
-        way = one.why, one.away is None
-        group = newest.get(way)
-        if group is None or one.ranks in group or one.at - next(iter(group.values())).at > _TOGETHER_SECONDS:
-            group = newest[way] = {}
-            groups.append(group)
-        group[one.ranks] = one
-    return [_joined(list(group.values())) for group in groups]
-
-
-def _joined(group: Sequence[Interruption]) -> Interruption:
-    first, places = group[0], sorted({one.place for one in group})
-    repeated = [one.repeated for one in group if one.repeated is not None]
-    ranks = tuple(rank for one in group for rank in one.ranks)
-    place = places[0] if len(places) == 1 else f"{len(places)} places: {places[0]}, ..."
-    away, starting = _sum(one.away for one in group), _sum(one.starting for one in group)
-    again = sum(repeated) if len(repeated) == len(group) else None
-    return Interruption(ranks, first.at, first.why, place, away, starting, again)
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    """None if nothing is known."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+        if event.what != "death":
+            continue
+        why = f"server {event.name} died"
+        if event.why:
+            why = f"{why}: {event.why}"
+        starting = None
+        for later in attempt.servers[index + 1 :]:
+            if later.name == event.name and later.what == "ready":
+                starting = max(0.0, later.at - event.at)
+                break
+        yield Interruption(rank, event.at, why, attempt.place, 0.0, starting, None)

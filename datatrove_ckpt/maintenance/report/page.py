@@ -28,22 +28,6 @@ Value: TypeAlias = str | float | None
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One number of the costs.
-
-    Attributes:
-        value: the exact number.
-        text: as people read it.
-        note: a few words below it.
-    """
-
-    label: str
-    value: float
-    text: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Chart:
     """Lines over time, all in one unit.
 
@@ -97,7 +81,6 @@ class Page:
     version: str
     age: str = ""
     sums: Sequence[tuple[str, str]] = ()
-    costs: Sequence[Figure] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     missing: Sequence[str] = ()
@@ -113,18 +96,11 @@ class Page:
             "about": element("p", name(self.where, 400), f"{as_of}. {self.age}"),
             "notes": joined(element("p", line, class_="note") for line in self.missing),
             "sums": element("dl", *topics, class_="sums"),
-            "figures": element("dl", *map(_figure, self.costs), class_="figures") if self.costs else "",
             "sections": joined([*map(_chart, self.charts), *map(_table, self.tables)]),
             "footer": escaped(f"Written by datatrove-ckpt {self.version}{as_of}."),
         }
         template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
         return Template(template).substitute(parts)
-
-
-def _figure(one: Figure) -> Markup:
-    text = element("dd", one.text, class_="value", data_value=repr(one.value))
-    remark = element("dd", one.note, class_="remark") if one.note else ""
-    return element("div", element("dt", one.label), text, remark, class_="figure")
 
 
 def _table(table: Table) -> Markup:

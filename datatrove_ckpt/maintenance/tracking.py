@@ -24,14 +24,15 @@ from datatrove_ckpt.maintenance.run_state import RunState, Totals
 from datatrove_ckpt.maintenance.where import Place, runner_arguments
 
 _JOB_TAG = "datatrove_ckpt.job"
+_AT_TAG = "datatrove_ckpt.at"  # of the newest point that is there
 _MAX_VALUE = 500  # characters, of a parameter: the shortest limit of MLflow's stores
 _AT = "at"  # a metric of W&B: Unix seconds of the point
 
 
 class Point(NamedTuple):
-    """``at``: Unix seconds. ``values``: by the metric's name."""
+    """``at``: Unix seconds, whole ones: services round what is finer. ``values``: by the metric's name."""
 
-    at: float
+    at: int
     values: dict[str, float]
 
 
@@ -83,7 +84,7 @@ class TrackedRun(Protocol):
         sent_until: Unix seconds of the last point that is there; 0 if none is.
     """
 
-    sent_until: float
+    sent_until: int
 
     def send(self, point: Point) -> None: ...
     def end(self, status: str) -> None:
@@ -119,8 +120,7 @@ class MlflowRun:
         self._id = run.info.run_id
         self._started = run.info.start_time / 1000
         self._client.update_run(self._id, "RUNNING")
-        newest = (one.timestamp for one in run.data._metric_objs if one.key.startswith("documents"))
-        self.sent_until = max(newest, default=0) / 1000
+        self.sent_until = int(run.data.tags.get(_AT_TAG, 0))
         self._set_parameters(run.data.params)
 
     def _find(self, first_at: float) -> Any | None:
@@ -130,7 +130,8 @@ class MlflowRun:
         return next((one for one in found if one not in over), None)
 
     def _make(self, first_at: float) -> Any:
-        tags, start = {_JOB_TAG: self._job.job}, int(first_at * 1000) or None
+        tags = {_JOB_TAG: self._job.job}
+        start = int(first_at * 1000)
         return self._client.create_run(self._experiment, start_time=start, tags=tags, run_name=self._job.run_name)
 
     def _set_parameters(self, before: dict[str, str]) -> None:
@@ -143,15 +144,14 @@ class MlflowRun:
             self._client.log_batch(self._id, params=new[start : start + 100])
 
     def send(self, point: Point) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
-        moment = round(point.at * 1000), max(0, int(point.at - self._started))  # a step is a second of the job
-        found = [Metric(name, value, *moment) for name, value in point.values.items()]
-        for start in range(0, len(found), 1000):
-            self._client.log_batch(self._id, metrics=found[start : start + 1000])
+        step = max(0, int(point.at - self._started))  # a second of the job
+        metrics = [Metric(name, value, point.at * 1000, step) for name, value in point.values.items()]
+        self._client.log_batch(self._id, metrics=metrics, tags=[RunTag(_AT_TAG, str(point.at))])
 
     def end(self, status: str) -> None:
-        self._client.set_terminated(self._id, status, int(self.sent_until * 1000) or None)
+        self._client.set_terminated(self._id, status, self.sent_until * 1000 or None)
 
 
 class WandbRun:
@@ -174,7 +174,7 @@ class WandbRun:
         finally:
             os.umask(before)
         self._run.summary["status"] = "RUNNING"
-        self.sent_until = float(self._run.summary.get(_AT) or 0.0)
+        self.sent_until = int(self._run.summary.get(_AT) or 0)
         self._run.define_metric(_AT, hidden=True)
         self._run.define_metric("*", step_metric=_AT)
 
@@ -203,7 +203,7 @@ class Tracker:
     is_over: bool = False
     _waiting: list[Point] = field(default_factory=list)
     _newest: float | None = None
-    _last_at: float = 0.0
+    _last_at: int = 0
 
     def __post_init__(self) -> None:
         self._runs: list[TrackedRun | None] = [None] * len(self.make_runs)
@@ -221,9 +221,9 @@ class Tracker:
         except CkptError as error:
             return str(error)
         status = status_of(state)
-        at = state.read_at
+        at = int(state.read_at)
         if status != "RUNNING" and state.newest is not None:  # whoever reads it later makes the same point
-            at = max(state.newest, self._last_at + 0.001)
+            at = max(int(state.newest), self._last_at + 1)
         if state.newest != self._newest or status == "RUNNING":
             self._newest = state.newest
             self._last_at = at

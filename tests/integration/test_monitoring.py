@@ -235,9 +235,9 @@ def no_tracking_left() -> Iterator[None]:
         yield
     finally:
         for one in exporter._jobs.values():
-            if (reader := one._reader) is not None:  # its thread may set it to None meanwhile
-                reader.kill()
-                reader.wait()
+            if (sender := one.sender) is not None:  # its thread may set it to None meanwhile
+                sender.kill()
+                sender.wait()
         exporter._jobs.clear()
 
 
@@ -356,7 +356,7 @@ def test_one_process_of_a_job_sends_and_another_one_follows(
     first.join()
     before = sender(tmp_path)
     second.join()
-    assert second._reader is None
+    assert second.sender is None
     os.kill(before, signal.SIGKILL)
     after = sender(tmp_path, but=before)
     assert "its process has ended with code -9" in log[0]

@@ -20,7 +20,7 @@ which they were written. The log is bounded (``history_log``): of older attempts
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
 
@@ -339,6 +339,12 @@ class Buckets(dict[int, int]):
         """Adds a value."""
         bucket = int(math.log2(value) * 4) + 1 if value >= 1 else 0
         self[bucket] = self.get(bucket, 0) + times
+
+    def count_all(self, values: Mapping[int, int]) -> int:
+        """Adds values, each as often as it says. Returns their sum."""
+        for value, times in values.items():
+            self.count(value, times)
+        return sum(value * times for value, times in values.items())
 
     @staticmethod
     def lower(bucket: int) -> float:

@@ -334,7 +334,9 @@ class Requests:
             if not isinstance(error, RequestFailed):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
-        rank.observer.answered(completion)
+        usage = completion.usage
+        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        rank.observer.answers.append((completion.seconds, *tokens))
         self._check_size(completion, sent, way)
         fields, response_id, name = _fields(completion, sent), completion.response_id, completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})

@@ -25,8 +25,8 @@ from datatrove_ckpt.checkpoint.history_records import InputPosition, Silence, Wa
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import RunNumbers
 
-State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinished", "damaged"]
-"""What a rank does now.
+State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
+"""What a rank does now, in the order in which people want to know it.
 
     running       a process works on it
     finished      every document of its input is committed

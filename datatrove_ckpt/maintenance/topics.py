@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.formatting import duration, figure, percent, plural, ranges, short
-from datatrove_ckpt.maintenance.run_state import RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RunState, State, Totals
 
 # A rank knows the size of its input once it has read something, and writes it with the next minute.
 _FIRST_SECONDS = 120.0
@@ -52,7 +53,7 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
 def ranks_of(state: RunState) -> str:
     """How many ranks there are, by what they do."""
     not_started = state.totals.not_started
-    states = [f"{number} {name}" for name, number in sorted(state.totals.states.items())]
+    states = [f"{state.totals.states[name]} {name}" for name in get_args(State) if state.totals.states[name]]
     if not_started:
         states.append(f"{not_started} not started")
     return f"{plural(len(state.ranks) + not_started, 'rank')} ({', '.join(states)})"

@@ -1,14 +1,15 @@
 """``datatrove-ckpt track``: sends the state of a run, as ``status`` reads it, to MLflow and to Weights & Biases.
 
-What they draw are points in time. A point that could not be sent is sent later, with its own time.
+What they draw are points in time.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -187,72 +188,63 @@ class WandbRun:
         self._run.finish(exit_code=int(status != "FINISHED"))
 
 
-@dataclass
 class Tracker:
-    """Sends the points of one run.
+    """Sends the numbers of one run. They are sums, so a point that a service misses is no loss to the next one.
+
+    Args:
+        place: where the run is read.
+        make_runs: each finds or makes a run, when there is something to send; it gets the Unix seconds of the first
+            attempt, may take long, or raise anything.
 
     Attributes:
-        place: where the run is read.
-        make_runs: each finds or makes a run, when there is something to send; it is given the Unix seconds of the
-            first attempt, may take long, or raise anything.
         is_over: no rank is at work, and all is sent.
     """
 
-    place: Place
-    make_runs: list[Callable[[float], TrackedRun]]
-    is_over: bool = False
-    _waiting: list[Point] = field(default_factory=list)
-    _newest: float | None = None
-    _last_at: int = 0
-
-    def __post_init__(self) -> None:
-        self._runs: list[TrackedRun | None] = [None] * len(self.make_runs)
+    def __init__(self, place: Place, make_runs: Sequence[Callable[[float], TrackedRun]]) -> None:
+        self.is_over = False
+        self._place = place
+        self._make_runs = make_runs
+        self._runs: dict[int, TrackedRun] = {}
 
     def work(self) -> str:
-        """Reads the run, and sends what is new. What cannot be sent waits for the next call.
+        """Reads the run, and sends a point.
 
         Returns:
             Why something could not be sent; "" if everything was.
         """
         try:
-            state = read_run_state(self.place)
+            state = read_run_state(self._place)
         except ConfigError:  # no rank has begun
             return ""
         except CkptError as error:
             return str(error)
         status = status_of(state)
-        at = int(state.read_at)
+        at = state.read_at
         if status != "RUNNING" and state.newest is not None:  # whoever reads it later makes the same point
-            at = max(int(state.newest), self._last_at + 1)
-        if state.newest != self._newest or status == "RUNNING":
-            self._newest = state.newest
-            self._last_at = at
-            self._waiting.append(Point(at, values_of(state.totals)))
-        if not self._waiting:
-            return ""
+            at = state.newest
+        point = Point(math.ceil(at), values_of(state.totals))
         first_at = state.totals.started or state.read_at
-        problems = [self._send_to(index, first_at, status) for index in range(len(self.make_runs))]
-        if not any(problems):
-            self._waiting.clear()
-            self.is_over = status != "RUNNING"
-        return "; ".join(filter(None, problems))
+        problems = []
+        for index, make in enumerate(self._make_runs):
+            try:
+                self._send(index, partial(make, first_at), point, status)
+            except Exception as error:  # of a library, of its server, of the network
+                problems.append(f"{type(error).__name__}: {error}")
+        self.is_over = status != "RUNNING" and not problems
+        return "; ".join(problems)
 
-    def _send_to(self, index: int, first_at: float, status: str) -> str:
-        """What went wrong; "" if nothing did."""
-        try:
-            run = self._runs[index]
-            if run is None:
-                run = self._runs[index] = self.make_runs[index](first_at)
-            for point in self._waiting:
-                if point.at > run.sent_until:
-                    run.send(point)
-                    run.sent_until = point.at
-            if status != "RUNNING":
-                run.end(status)
-                self._runs[index] = None  # the next attempt of the job finds it again
-        except Exception as error:  # of a library, of its server, of the network
-            return f"{type(error).__name__}: {error}"
-        return ""
+    def _send(self, index: int, make: Callable[[], TrackedRun], point: Point, status: str) -> None:
+        if self.is_over and status != "RUNNING":
+            return
+        if index not in self._runs:
+            self._runs[index] = make()
+        run = self._runs[index]
+        if point.at > run.sent_until:
+            run.send(point)
+            run.sent_until = point.at
+        if status != "RUNNING":
+            run.end(status)
+            del self._runs[index]  # the next attempt of the job finds it again
 
 
 def job_of(place: Place) -> TrackedJob:

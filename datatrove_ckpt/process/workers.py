@@ -68,6 +68,7 @@ class _Process:
         self.is_ready = False  # for a task
         self.was_ready = False
         self.is_ending = False  # it has stopped, or gets no more tasks
+        self.is_failing = False  # a task of it has failed, and the others drain
         self.stopped = ""  # by which signal, if it ends for that reason
         self.ends_by: float | None = None  # it is killed then
         self.is_silent = False  # no more messages can come
@@ -298,6 +299,7 @@ class Workers:
             elif message.end == "stopped":
                 worker.stopped = f"its worker was stopped by {signal.Signals(message.value).name}"
             else:
+                worker.is_failing = True
                 worker.tasks.discard(message.task)
                 self._error = self._error or message.value
         if has_ended:
@@ -363,7 +365,8 @@ class Workers:
                 tasks = plural(sum(len(worker.tasks) for worker in busy), "running task")
                 logger.warning(f"{why}: {tasks} must stop; what is finished is saved.")
             for worker in busy:
-                worker.signal(number)
+                if not worker.is_failing or self.signal is not None:  # else its tasks drain already
+                    worker.signal(number)
                 worker.ends_by = worker.ends_by or time.monotonic() + self.stop_seconds
             for worker in self._workers:
                 if not worker.was_ready:  # it still imports, and has nothing to save

@@ -131,7 +131,7 @@ def test_the_page_shows_what_happened_with_the_figures_of_status(run: Path) -> N
     assert status["totals"]["attempts_without_a_word"] > 0
     assert found["slow"] == [], "a rank that has finished needs nobody"
     titles = ["Documents finished", "Documents per second", "Tokens per second", "Errors over time"]
-    titles += ["What interruptions cost", "Dead letters", "Requests", "Ranks", "Identity"]
+    titles += ["Attempts that ended early", "Dead letters", "Requests", "Ranks", "Identity"]
     assert found["titles"] == titles
     assert found["text"].count("killed") >= KILLS
     assert "HTTP 503" in found["text"]

@@ -1,4 +1,4 @@
-"""From the lines of histories to what the report shows: intervals, interruptions, requests."""
+"""From the lines of histories to what the report shows: intervals, attempts, requests."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.histories import (
     OverTime,
     RankLog,
-    interruptions,
     parse_log,
     time_axis,
 )
-from datatrove_ckpt.maintenance.report.page import Table
+from datatrove_ckpt.maintenance.report.page import Table, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 
 T = 1_790_000_000.0
@@ -118,49 +117,7 @@ def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
     assert found.documents.sum() <= 40
 
 
-# interruptions -------------------------------------------------------------------------------------------------------
-
-
-def test_a_kill_costs_the_time_until_servers_are_ready_and_the_requests_in_flight() -> None:
-    (found,) = interruptions("3", killed_once(), is_running=True)
-    assert (found.rank, found.at, found.away, found.starting, found.repeated) == ("3", T + 240, 160, 30, 7)
-    assert (found.why, found.place) == ("killed", "node7")
-
-
-def test_the_way_an_attempt_ended_is_told() -> None:
-    records: list[Record] = [start(1, 0, job="77_1"), End(at=T + 9, attempt=1, why="stopped", what="SIGTERM")]
-    records += [start(2, 20), End(at=T + 30, attempt=2, why="error", what="DiskFull: no room")]
-    records += [start(3, 40), End(at=T + 50, attempt=3, why="done")]
-    found = list(interruptions("0", log_of(records), is_running=False))
-    told = [("stopped by SIGTERM", "node7, Slurm job 77_1"), ("DiskFull: no room", "node7")]
-    assert [(one.why, one.place) for one in found] == told
-    assert [one.away for one in found] == [11, 10]
-
-
-def test_an_attempt_that_still_runs_is_no_interruption_and_one_that_nothing_followed_is_open() -> None:
-    history = log_of([start(1, 0), line(1, 60, 5, in_flight=3)])
-    assert list(interruptions("0", history, is_running=True)) == []
-    (found,) = interruptions("0", history, is_running=False)
-    assert (found.away, found.starting, found.repeated) == (None, None, 3)
-
-
-def test_what_was_in_flight_when_an_attempt_was_killed_is_not_0_because_its_last_line_has_none() -> None:
-    idle, busy = log_of([start(1, 0), line(1, 0, 0)]), log_of([start(1, 0), line(1, 60, 5, in_flight=3)])
-    ended = log_of([start(1, 0), line(1, 60, 5), End(at=T + 60, attempt=1, why="stopped", what="SIGTERM")])
-    found = [next(interruptions(str(rank), log, is_running=False)) for rank, log in enumerate((idle, busy, ended))]
-    assert [one.repeated for one in found] == [None, 3, 0]
-
-
-def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None:
-    records: list[Record] = [start(1, 0), server(1, 5, "ready"), server(1, 5, "ready", name="1")]
-    records += [
-        server(1, 50, "death", "CUDA out of memory"),
-        server(1, 52, "restart"),
-        server(1, 70, "ready", name="1"),
-    ]
-    records += [server(1, 95, "ready"), End(at=T + 100, attempt=1, why="done")]
-    (found,) = interruptions("0", log_of(records), is_running=False)
-    assert (found.at, found.why, found.away, found.starting) == (T + 50, "server 0 died: CUDA out of memory", 0, 45)
+# attempts ------------------------------------------------------------------------------------------------------------
 
 
 def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> dict[str, Table]:
@@ -174,16 +131,28 @@ def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> di
     return {table.title: table for table in gather(RunState("folder", False, T, ranks=states)).tables}
 
 
-def test_what_is_not_known_of_an_interruption_is_told(tmp_path: Path) -> None:
-    table = report_of(tmp_path, [start(1, 0), line(1, 0, 0)])["What interruptions cost"]
-    assert table.rows[0][-3:] == ["none yet", "", "not known"]
+def test_the_way_an_attempt_ended_is_told(tmp_path: Path) -> None:
+    records: list[Record] = [start(1, 0, job="77_1"), End(at=T + 9, attempt=1, why="stopped", what="SIGTERM")]
+    records += [start(2, 20), End(at=T + 30, attempt=2, why="error", what="DiskFull: no room")]
+    records += [start(3, 40), line(3, 45, 5, in_flight=3)]
+    records += [start(4, 60), End(at=T + 70, attempt=4, why="done")]
+    table = report_of(tmp_path, records, state="finished")["Attempts that ended early"]
+    assert table.rows == [
+        ["0", "1", clock(T), clock(T + 9), "stopped by SIGTERM", "node7, Slurm job 77_1", "0"],
+        ["0", "2", clock(T + 20), clock(T + 30), "DiskFull: no room", "node7", "0"],
+        ["0", "3", clock(T + 40), clock(T + 45), "killed", "node7", "3"],
+    ]
 
 
-def test_interruptions_beyond_a_hundred_are_counted_and_the_last_shown(tmp_path: Path) -> None:
+def test_an_attempt_that_still_runs_has_not_ended(tmp_path: Path) -> None:
+    history = [start(1, 0), line(1, 60, 5, in_flight=3)]
+    assert "Attempts that ended early" not in report_of(tmp_path, history, state="running")
+
+
+def test_attempts_beyond_a_hundred_are_counted_and_the_last_shown(tmp_path: Path) -> None:
     records = [start(number, 100 * number + number**2) for number in range(151)]
-    table = report_of(tmp_path, records, state="running")["What interruptions cost"]
-    assert table.note.startswith("150 interruptions: ")
-    assert table.note.endswith("These are the last 100.")
+    table = report_of(tmp_path, records, state="running")["Attempts that ended early"]
+    assert table.note.endswith("These are the last 100 of 150.")
     assert len(table.rows) == 100
 
 

@@ -14,14 +14,7 @@ from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.formatting import duration, figure, percent, plural
-from datatrove_ckpt.maintenance.report.histories import (
-    NO_WORD,
-    Interruption,
-    RankLog,
-    interruptions,
-    read_log,
-    time_axis,
-)
+from datatrove_ckpt.maintenance.report.histories import AttemptLog, RankLog, read_log, time_axis
 from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
@@ -29,7 +22,8 @@ from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
 _PROGRESS_LINES = 30_000
 """Lines about progress to read in sum. More of them would cost seconds, and no screen could show them."""
 _LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
-_MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
+_MAX_CAUSES = 50
+_MAX_ATTEMPTS = 100
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
 
 
@@ -48,13 +42,19 @@ class _Rank:
     def runs(self) -> bool:
         return self.state.state == "running"
 
+    @property
+    def ended_early(self) -> list[AttemptLog]:
+        """The attempts that ended before the rank was done."""
+        ended = self.log.attempts[:-1] if self.runs else self.log.attempts
+        return [attempt for attempt in ended if attempt.why != "done"]
+
 
 def gather(run: RunState) -> Page:
     """Reads the histories of all ranks, and makes the page. Changes nothing."""
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
     ranks = [_Rank(state, read_log(state.folder / HISTORY, lines)) for state in states]
-    found = [each for one in ranks for each in interruptions(one.key, one.log, one.runs)]
+    ended = [(one.key, attempt) for one in ranks for attempt in one.ended_early]
     state = _overall(run)
     return Page(
         where=run.what,
@@ -65,8 +65,8 @@ def gather(run: RunState) -> Page:
         version=__version__,
         age=f"{age(run).capitalize()}.",
         sums=[("ranks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
-        charts=list(_charts(ranks, found, run.read_at)),
-        tables=[table for table in _tables(run, ranks, found) if table.rows],
+        charts=list(_charts(ranks, [attempt.last_seen for _, attempt in ended], run.read_at)),
+        tables=[table for table in _tables(run, ranks, ended) if table.rows],
         missing=list(_missing(run, ranks)),
     )
 
@@ -95,30 +95,26 @@ def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
 # charts and tables ---------------------------------------------------------------------------------------------------
 
 
-def _charts(ranks: Sequence[_Rank], found: Sequence[Interruption], now: float) -> Iterator[Chart]:
+def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Iterator[Chart]:
     time = time_axis([one.log for one in ranks], now if any(one.runs for one in ranks) else None)
     if time is None:
         return
     for one in ranks:
         if not one.state.root:  # retries read documents that were read before: they are not summed
             time.add(one.log, now if one.runs else None)
-    edges, cuts = time.edges.tolist(), time.count(one.at for one in found)
+    edges = time.edges.tolist()
+    cuts = time.count(ended)
     finished = [round(value) for value in (time.documents.cumsum() + time.before).tolist()]
     yield Chart("Documents finished", edges, {"documents": finished}, cuts)
     yield Chart("Documents per second", edges, {"documents per second": time.rate(time.documents)}, cuts)
     tokens = {"prompt": time.rate(time.prompt_tokens), "completion": time.rate(time.completion_tokens)}
     yield Chart("Tokens per second", edges, tokens, cuts)
-    kinds = sorted(time.errors.items(), key=lambda item: float(item[1].sum()), reverse=True)
-    if rest := kinds[_MAX_KINDS:]:
-        kinds[_MAX_KINDS:] = [(f"{len(rest)} other kinds", np.sum([values for _, values in rest], axis=0))]
-    shown = {f"{kind}: {figure(round(float(values.sum())))}": values for kind, values in kinds if values.sum() > 0}
-    if shown:
-        lines = {label: [round(value, 4) for value in values.tolist()] for label, values in shown.items()}
-        yield Chart("Errors over time", edges, lines, cuts)
+    if time.errors.any():
+        yield Chart("Errors over time", edges, {"errors": np.round(time.errors, 4).tolist()}, cuts)
 
 
-def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]) -> Iterator[Table]:
-    yield _interruptions(found)
+def _tables(run: RunState, ranks: Sequence[_Rank], ended: Sequence[tuple[str, AttemptLog]]) -> Iterator[Table]:
+    yield _attempts(ended)
     causes = run.causes
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
@@ -130,36 +126,17 @@ def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]
     yield Table("Changed with accept_changes", ("name", "some documents", "other documents"), run.mixed)
 
 
-def _interruptions(found: Sequence[Interruption]) -> Table:
-    in_order = sorted(found, key=lambda one: one.at)
-    away = duration(sum(one.away or 0.0 for one in found))
-    starting = duration(sum(one.starting or 0.0 for one in found))
-    again = plural(sum(one.repeated or 0 for one in found), "request")
-    note = (
-        f"{plural(len(found), 'interruption')}: {away} of pauses, in which a rank did not run; {starting} of start-up, "
-        f"until its servers were ready; {again} sent again, as far as that is known. "
-        f"{NO_WORD.capitalize()}: kill -9, out of memory, or a node that is gone."
-    )
-    if len(found) > _MAX_INTERRUPTIONS:
-        note += f" These are the last {_MAX_INTERRUPTIONS}."
-    columns = ("rank", "last sign of life", "how it ended", "where", "pause#", "start-up#", "sent again#")
-    rows = [_interruption(one) for one in in_order[-_MAX_INTERRUPTIONS:]]
-    return Table("What interruptions cost", columns, rows, note)
-
-
-def _interruption(one: Interruption) -> list[str]:
-    away = starting = again = ""
-    if one.away is None:
-        away = "none yet"
-    elif one.away:
-        away = duration(one.away)
-    if one.starting is not None:
-        starting = duration(one.starting)
-    if one.repeated is not None:
-        again = figure(one.repeated)
-    elif one.why == NO_WORD:
-        again = "not known"
-    return [one.rank, clock(one.at), one.why, one.place, away, starting, again]
+def _attempts(ended: Sequence[tuple[str, AttemptLog]]) -> Table:
+    newest = sorted(ended, key=lambda pair: pair[1].last_seen)[-_MAX_ATTEMPTS:]
+    note = "Killed: kill -9, out of memory, or a node that is gone. In flight: requests that were sent again."
+    if len(newest) < len(ended):
+        note += f" These are the last {len(newest)} of {len(ended)}."
+    columns = ("rank", "attempt#", "started", "last sign of life", "how it ended", "where", "in flight#")
+    rows = []
+    for rank, one in newest:
+        times = (clock(one.started), clock(one.last_seen))
+        rows.append([rank, f"{one.number}", *times, one.how_it_ended, one.place, figure(one.in_flight)])
+    return Table("Attempts that ended early", columns, rows, note)
 
 
 def _spreads(logs: Sequence[RankLog], requests: int) -> Table:

@@ -14,18 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from datatrove_ckpt.checkpoint.history_log import AttemptSummary
-from datatrove_ckpt.checkpoint.history_records import Progress, ServerEvent, Spread, Start, is_progress_line, parse_line
+from datatrove_ckpt.checkpoint.history_records import Progress, Spread, Start, is_progress_line, parse_line
 from datatrove_ckpt.checkpoint.lines import BODY_AT, unseal, whole_lines
 
 Floats: TypeAlias = NDArray[np.float64]
-NO_WORD = "killed"
-"""How attempts end that are killed with -9, run out of memory, or lose their node."""
 _START, _SPREAD = (b'"k":"%s"' % kind.KIND.encode() for kind in (Start, Spread))
 _MAX_INTERVALS = 160  # so many a screen can show
 _MINUTE = 60.0  # from a line of the history to the next one, if none was left out
@@ -35,36 +33,25 @@ _MINUTE = 60.0  # from a line of the history to the next one, if none was left o
 class AttemptLog(AttemptSummary):
     """One attempt, with the lines that were read of it."""
 
-    servers: list[ServerEvent] = field(default_factory=list)
     minutes: list[Progress] = field(default_factory=list)
     spread: Spread | None = None
 
     @property
     def how_it_ended(self) -> str:
         """A few words."""
-        if self.ended is None:
-            return NO_WORD
         what = self.what.partition("\n")[0]
-        return f"stopped by {what}" if self.why == "stopped" and what else what or self.why
+        if self.ended is None:
+            return "killed"
+        if self.why == "stopped" and what:
+            return f"stopped by {what}"
+        return what or self.why
 
     @property
     def place(self) -> str:
         """Host and Slurm job."""
-        return self.host + (f", Slurm job {self.slurm_job}" if self.slurm_job else "")
-
-    @property
-    def repeated(self) -> int | None:
-        """Requests that were in flight at its last line: those are sent again.
-
-        None: its last line knows of none, but came before it was killed.
-        """
-        return self.in_flight if self.minutes and (self.in_flight or self.ended is not None) else None
-
-    @property
-    def seconds_until_ready(self) -> float | None:
-        """From the attempt's start until its first server answered."""
-        ready = next((event.at for event in self.servers if event.what in ("ready", "reused")), None)
-        return None if ready is None else max(0.0, ready - self.started)
+        if self.slurm_job:
+            return f"{self.host}, Slurm job {self.slurm_job}"
+        return self.host
 
 
 @dataclass(slots=True)
@@ -100,8 +87,6 @@ def parse_log(data: bytes, most: int = 1000) -> RankLog:
         match record:
             case Progress():
                 attempt.minutes.append(record)
-            case ServerEvent():
-                attempt.servers.append(record)
             case Spread():
                 attempt.spread = record
     log.attempts = [found[number] for number in sorted(found)]
@@ -135,8 +120,8 @@ class OverTime:
     def __init__(self, edges: Floats) -> None:
         self.edges = edges
         self.before = 0
-        self.documents, self.prompt_tokens, self.completion_tokens, self._ran = np.zeros((4, len(edges) - 1))
-        self.errors: dict[str, Floats] = {}
+        sums = np.zeros((5, len(edges) - 1))
+        self.documents, self.prompt_tokens, self.completion_tokens, self.errors, self._ran = sums
 
     def add(self, log: RankLog, until: float | None = None) -> None:
         """Adds a rank.
@@ -162,9 +147,7 @@ class OverTime:
         self.documents += grown(lambda line: line.documents.read)
         self.prompt_tokens += grown(lambda line: line.documents.prompt_tokens)
         self.completion_tokens += grown(lambda line: line.documents.completion_tokens)
-        for kind in dict.fromkeys(kind for line in lines for kind in line.total.errors):
-            values = grown(lambda line, kind=kind: line.total.errors.get(kind, 0))  # type: ignore[misc]
-            self.errors[kind] = self.errors.get(kind, 0.0) + values
+        self.errors += grown(lambda line: sum(line.total.errors.values()))
 
     def rate(self, grown: Floats) -> list[float | None]:
         """Per second; None where no rank ran."""
@@ -203,63 +186,3 @@ def _lines(attempts: Sequence[AttemptLog]) -> tuple[list[float], list[Progress]]
         step = minutes[-1].at - minutes[-2].at if len(minutes) > 1 else _MINUTE
         ended = max(attempt.last_seen, minutes[-1].at + min(step, _MINUTE))
     return times, lines
-
-
-# interruptions -------------------------------------------------------------------------------------------------------
-
-
-class Interruption(NamedTuple):
-    """An attempt that ended before its rank was done, or the death of a server.
-
-    Attributes:
-        rank: its name.
-        at: Unix seconds of the last sign of life.
-        why: a few words.
-        place: host and Slurm job.
-        away: seconds until the next attempt; None: there is none yet.
-        starting: seconds from then until servers were ready; None: not known.
-        repeated: requests that had to be sent again; None: not known.
-    """
-
-    rank: str
-    at: float
-    why: str
-    place: str
-    away: float | None
-    starting: float | None
-    repeated: int | None
-
-
-def interruptions(rank: str, log: RankLog, is_running: bool) -> Iterator[Interruption]:
-    """Attempts of a rank that ended before it was done, and servers that died meanwhile. In the order of time.
-
-    Args:
-        is_running: the last attempt has not ended.
-    """
-    for attempt, following in pairwise([*log.attempts, None]):
-        assert attempt is not None
-        yield from _deaths(rank, attempt)
-        if attempt.why == "done" or (following is None and is_running):
-            continue
-        away = starting = None
-        if following is not None:
-            away = max(0.0, following.started - attempt.last_seen)
-            starting = following.seconds_until_ready
-        why = attempt.how_it_ended
-        yield Interruption(rank, attempt.last_seen, why, attempt.place, away, starting, attempt.repeated)
-
-
-def _deaths(rank: str, attempt: AttemptLog) -> Iterator[Interruption]:
-    """Servers that died in the attempt, until each answered again."""
-    for index, event in enumerate(attempt.servers):
-        if event.what != "death":
-            continue
-        why = f"server {event.name} died"
-        if event.why:
-            why = f"{why}: {event.why}"
-        starting = None
-        for later in attempt.servers[index + 1 :]:
-            if later.name == event.name and later.what == "ready":
-                starting = max(0.0, later.at - event.at)
-                break
-        yield Interruption(rank, event.at, why, attempt.place, 0.0, starting, None)

@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
@@ -190,8 +189,7 @@ class AttemptSummary:
         what: what stopped it, or the error.
         without_a_word: it ended, and no line says so.
         in_flight: requests in flight at its last line.
-        documents: done at its last line, over all attempts; None: it has no such line.
-        own: of these, those that this attempt finished.
+        own: the documents that it finished until its last line.
     """
 
     number: int
@@ -206,7 +204,6 @@ class AttemptSummary:
     version: str = ""
     without_a_word: bool = False
     in_flight: int = 0
-    documents: int | None = None
     own: int = 0
 
     def take(self, record: Record) -> None:
@@ -219,7 +216,7 @@ class AttemptSummary:
             self.ended, self.why, self.what = record.at, record.why, record.what
         elif isinstance(record, Progress):
             self.in_flight = record.in_flight
-            self.documents, self.own = record.documents.read, record.own.documents
+            self.own = record.own.documents
 
 
 @dataclass(slots=True)
@@ -329,9 +326,3 @@ def _window(lines: list[bytes], attempt: int, last: Progress) -> tuple[Progress,
             break
     first = parse_line(oldest)
     return (first if isinstance(first, Progress) else last), last
-
-
-def downtime(attempts: list[AttemptSummary]) -> float:
-    """Seconds between an attempt that was cut short and the next one."""
-    cut_short = ((before, after) for before, after in pairwise(attempts) if before.why != "done")
-    return sum(max(0.0, after.started - (before.ended or before.last_seen)) for before, after in cut_short)

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from datatrove_ckpt.checkpoint.ledger import name_place
-from datatrove_ckpt.cli.printing import takes_unicode, write_out
+from datatrove_ckpt.cli.printing import say, takes_unicode, write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.config.paths import start_command
 from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, ranges
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, dump, to_json
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
 from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_of, topics
 
 
@@ -28,7 +28,7 @@ def status(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
     if arguments.json:
-        write_out(dump(to_json(state)).decode() + "\n")
+        say(to_json(state).decode())
     else:
         unicode = takes_unicode()
         ranks = ["", *table([*state.ranks, *state.retries], state.read_at, unicode)] if arguments.all else []

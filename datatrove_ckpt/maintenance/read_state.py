@@ -6,6 +6,7 @@ with open_place("s3://bucket/mirror", wanted=wanted_files) as place:
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import socket
@@ -25,9 +26,8 @@ from datatrove_ckpt.checkpoint.history_log import (
     AttemptSummary,
     Rates,
     RecentHistory,
-    downtime,
 )
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Silence, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
 from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run, settings_in
 from datatrove_ckpt.checkpoint.job import removed_ranks
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
@@ -90,7 +90,6 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.mixed = mixed_settings(changes)
     state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
     _sort_out(state, place.folder)
-    find_outages(state.ranks + state.retries)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
@@ -309,8 +308,6 @@ STUCK_SECONDS = 600.0
 ``MAX_RESTARTS`` is restarting."""
 SLOW_SHARE = 0.5
 """A rank that is slower than this share of the median is slow."""
-LOOP_ATTEMPTS = 3
-"""A rank is looping if so many attempts in a row ended, and none of them finished a document."""
 MAX_RESTARTS = 5
 """A rank is restarting if its servers were started again so often in ten minutes."""
 _MIN_PEERS = 4
@@ -378,7 +375,6 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.trouble, rank.reason = "lost", said
     else:
         _judge_ended(rank, attempt, now)
-    rank.downtime = downtime(rank.attempts)
 
 
 def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, uploaded: float) -> bool:
@@ -413,35 +409,13 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         rank.time_left = left if left >= rank.wait.quiet else None
     rank.has_rate = seconds >= RATE_SECONDS - 1
     if last.silence.lasts:
-        rank.trouble, rank.outage = "stuck", last.silence._replace(seconds=last.silence.seconds + now - last.at)
+        rank.trouble = "stuck"
+        rank.reason = _silenced(last)
     elif last.wait.quiet >= STUCK_SECONDS:
-        rank.trouble, rank.reason = "stuck", _stuck(recent, last, now)
-    elif loop := _barren(rank):
-        rank.trouble, rank.reason = "looping", _looping(rank, loop, now)
+        rank.trouble = "stuck"
+        rank.reason = _stuck(recent, last, now)
     else:
         _judge_restarts(rank, recent, now)
-
-
-def _barren(rank: RankState) -> list[AttemptSummary]:
-    """The last attempts that ended by themselves and finished no document; none if they are few."""
-    found: list[AttemptSummary] = []
-    for attempt in reversed(rank.attempts[:-1]):
-        is_barren = attempt.documents is None or (attempt.own == 0 and attempt.documents >= rank.documents)
-        if not is_barren or attempt.why in ("done", "stopped"):
-            break
-        found.append(attempt)
-    return found if len(found) >= LOOP_ATTEMPTS else []
-
-
-def _looping(rank: RankState, loop: list[AttemptSummary], now: float) -> str:
-    assert rank.attempt is not None
-    how = f"; the last error: {loop[0].what}" if loop[0].ended is not None else ""
-    silent = sum(one.ended is None for one in loop)
-    ended = f", {silent} of them killed" if silent else ""
-    return (
-        f"the last {len(loop)} attempts ended{ended}, and no document was finished for "
-        f"{duration(now - loop[-1].started)}; attempt {rank.attempt.number} runs{how}"
-    )
 
 
 def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
@@ -454,16 +428,11 @@ def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
         rank.trouble, rank.reason = "restarting", f"its servers were started again {restarts} times in {span}{why}"
 
 
-def find_outages(ranks: Sequence[RankState]) -> None:
-    """Gives the ranks that one outage has met one reason: they share a server, and lost it within a minute."""
-    met = [(rank.outage, rank) for rank in ranks if rank.outage is not None]
-    met.sort(key=lambda pair: (str(pair[0]), -pair[0].seconds))
-    first: Silence | None = None
-    for outage, rank in met:
-        if first is None or str(outage) != str(first) or first.seconds - outage.seconds > _MIN_SECONDS:
-            first = outage
-        seconds = duration(min(first.patience, first.seconds))
-        rank.reason = f"no answer for {seconds}: {first}; stops at {first.patience:g} s (server_patience_seconds)"
+def _silenced(last: Progress) -> str:
+    """To the minute, so that the ranks that one outage has met have one reason."""
+    since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
+    patience = f"{last.silence.patience:g} s (server_patience_seconds)"
+    return f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
 
 
 def _stuck(recent: RecentHistory, last: Progress, now: float) -> str:

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import dill
-import jsonschema
 import orjson
 import pytest
 import yaml
@@ -43,7 +42,6 @@ from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
 from datatrove_ckpt.inference.servers import connect
-from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.process.screen import RankProgress
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -606,7 +604,6 @@ def test_the_numbers_are_those_of_all_models_over_all_attempts(
     last = read_history(here / "checkpoints/00000/history.jsonl").last
     assert (last.total.requests, last.own.requests, last.total.failed) == (10, 5, 1)
     state = orjson.loads(command("status", "checkpoints", "--json").out)
-    jsonschema.validate(state, orjson.loads(SCHEMA.read_bytes()), jsonschema.Draft202012Validator)
     assert state["totals"]["work"]["requests"] == 10
     events = read_history(here / "checkpoints/00000/history.jsonl").attempts[-1].servers
     assert {event.name for event in events} == {"writer 0", "judge 0"}

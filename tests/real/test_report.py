@@ -127,8 +127,8 @@ def test_the_page_shows_what_happened_with_the_figures_of_status(run: Path) -> N
     assert {"documents", "requests", "tokens"} <= dict(found["sums"]).keys()
     for topic, said in found["sums"][2:]:  # before them: where ranks and input stand
         assert f"  {topic:<10} {said}" in printed
-    assert status["totals"]["documents"] == TASKS * DOCUMENTS
-    assert status["totals"]["attempts_without_a_word"] > 0
+    assert status["totals"]["counts"]["read"] == TASKS * DOCUMENTS
+    assert status["totals"]["killed"] > 0
     assert found["slow"] == [], "a rank that has finished needs nobody"
     titles = ["Documents finished", "Documents per second", "Tokens per second", "Errors over time"]
     titles += ["Attempts that ended early", "Dead letters", "Requests", "Ranks", "Identity"]

@@ -259,44 +259,51 @@ class RunProgress:
             return ""
         return f"{newest.state} for {duration(newest.seconds)}" if newest.seconds else newest.state
 
+    @property
+    def head(self) -> str:
+        """How much of the input is done; "" if that is not known."""
+        share = self.share
+        if share is None:
+            return ""
+        return f"{'~' if self.is_estimated else ''}{percent(share)}"
+
+    def parts(self) -> list[tuple[int, str]]:
+        """What there is to say besides, each with how soon a narrow terminal leaves it out."""
+        rates = self.rates
+        left = self.seconds_left
+        parts = [
+            (0, plural(self.documents, "doc")),
+            (2, f"{self.complete_ranks}/{self.ranks} tasks" if self.ranks > 1 else ""),
+            (1, f"{rates.documents:.1f} doc/s"),
+            (4, f"{rates.requests:.1f} req/s"),
+            (3, f"{rates.tokens:.0f} tok/s"),
+            (1, "" if left is None else f"{duration(left)} left"),
+            (0, self.state),
+        ]
+        return [(weight, text) for weight, text in parts if text]
+
     def line(self) -> str:
         """The text of a line in the log."""
-        share, left, rates = self.share, self.seconds_left, self.rates
-        parts = [] if share is None else [f"{'about ' * self.is_estimated}{percent(share)} of the input"]
-        parts.append(f"{plural(self.documents, 'document')} done, {self.work[0]} of them in this run")
-        if self.ranks > 1:  # the log of a task may have this line, too
-            parts[0] = f"All {self.ranks} tasks, {self.complete_ranks} of them complete: {parts[0]}"
-        parts.append(plural(self.work[1], "request"))
-        parts.append(f"{rates.documents:.1f} doc/s, {rates.requests:.1f} req/s, {rates.tokens:.0f} tok/s")
-        parts += [] if left is None else [f"{duration(left)} left"]
-        parts += [self.state] if self.state else []
-        return ", ".join(parts)
+        texts = [text for _, text in self.parts()]
+        if self.head:
+            texts.insert(0, f"{self.head} of the input")
+        return ", ".join(texts)
 
 
 def bar(progress: RunProgress, columns: int) -> str:
     """The text of the bar, shorter than ``columns``. What matters least is left out first."""
-    share, left, rates = progress.share, progress.seconds_left, progress.rates
-    left_text = "" if left is None else f"{duration(left)} left"
-    tasks = f"{progress.complete_ranks}/{progress.ranks} tasks" if progress.ranks > 1 else ""
-    parts = [  # with how soon each is left out
-        (0, f"{progress.documents} doc{'s' * (progress.documents != 1)}"),
-        (2, tasks),
-        (1, f"{rates.documents:.1f} doc/s"),
-        (4, f"{rates.requests:.1f} req/s"),
-        (3, f"{rates.tokens:.0f} tok/s"),
-        (1, left_text),
-        (0, progress.state),
-    ]
-    head = "" if share is None else f"{'~' * progress.is_estimated}{percent(share)}"
+    parts = progress.parts()
+    head = progress.head
+    share = progress.share
     for least in (5, 4, 3, 2, 1):
-        tail = ", ".join(text for weight, text in parts if text and weight < least)
+        tail = ", ".join(text for weight, text in parts if weight < least)
         room = columns - 1 - len(head) - len(tail) - len(" || ")
         if room >= _LEAST_CELLS or (share is None and room >= 0):
             break
-    if share is None:
-        return tail[: columns - 1]
-    cells = f"|{filled_cells(share, min(room, _MOST_CELLS))}| " if room >= _LEAST_CELLS else ""
-    return f"{head} {cells}{tail}"[: columns - 1]
+    if share is not None:
+        cells = f"|{filled_cells(share, min(room, _MOST_CELLS))}| " if room >= _LEAST_CELLS else ""
+        tail = f"{head} {cells}{tail}"
+    return tail[: columns - 1]
 
 
 # the last line of a terminal ------------------------------------------------------------------------------------------

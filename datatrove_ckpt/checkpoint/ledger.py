@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_counts,
     sum_delivered,
 )
-from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
+from datatrove_ckpt.checkpoint.history_read import History, read_history
 from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run, settings_in
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -134,7 +134,7 @@ class RankLedger:
     holder: Json | None = None
     is_finished: bool = False
     expected: Expected | None = None
-    history: RecentHistory = field(default_factory=RecentHistory)
+    history: History = field(default_factory=History)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
     sums: CommitSums = field(default_factory=CommitSums)
@@ -386,7 +386,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
         refuse_missing_run_json(rank.folder)
     rank.expected = expected = Expected.read(rank.folder, is_finished, rank.run)
     if Want.HISTORY in want and HISTORY in found.entries:
-        rank.history = read_recent(found.path(HISTORY))
+        rank.history = read_history(found.path(HISTORY))
     ordinals: dict[int, dict[int, str]] = {}
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, want, limits, ordinals)

@@ -21,12 +21,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_log import (
-    RATE_SECONDS,
-    AttemptSummary,
-    Rates,
-    RecentHistory,
-)
+from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
 from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run, settings_in
 from datatrove_ckpt.checkpoint.job import removed_ranks
@@ -353,7 +348,7 @@ def _reached(last: Progress, rank: RankState) -> InputPosition:
     return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
 
 
-def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float, copied_at: float | None) -> None:
+def _judge(rank: RankState, recent: History, is_finished: bool, now: float, copied_at: float | None) -> None:
     """Sets state, trouble and reason, and what depends on the state."""
     attempt = rank.attempt
     # An attempt whose number the history does not have has ended before its first line.
@@ -386,7 +381,7 @@ def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, upload
     return attempt.host != _HOST and now - attempt.last_seen <= SILENT_SECONDS
 
 
-def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded: float) -> None:
+def _judge_running(rank: RankState, recent: History, now: float, uploaded: float) -> None:
     last = recent.last
     if recent.last_at is None or last is None:
         return
@@ -418,7 +413,7 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         _judge_restarts(rank, recent, now)
 
 
-def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
+def _judge_restarts(rank: RankState, recent: History, now: float) -> None:
     lately = [event for event in recent.servers if now - event.at <= STUCK_SECONDS]
     restarts = sum(event.what == "restart" for event in lately)
     if restarts >= MAX_RESTARTS:
@@ -435,7 +430,7 @@ def _silenced(last: Progress) -> str:
     return f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
 
 
-def _stuck(recent: RecentHistory, last: Progress, now: float) -> str:
+def _stuck(recent: History, last: Progress, now: float) -> str:
     nothing = f"no answer and no document for {duration(last.wait.quiet + now - last.at)}"
     event = recent.servers[-1] if recent.servers else None
     if event is not None and event.what in ("start", "restart", "death"):

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_delivered
-from datatrove_ckpt.checkpoint.history_log import AttemptSummary, Rates
+from datatrove_ckpt.checkpoint.history_read import AttemptSummary, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Silence, Wait
 from datatrove_ckpt.checkpoint.numbers import RunNumbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines

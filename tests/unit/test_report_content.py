@@ -10,7 +10,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_log import Rates
+from datatrove_ckpt.checkpoint.history_read import Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Record, Start, WorkCounts
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.cli.status import describe
@@ -138,7 +138,6 @@ def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> N
     (ranks[2].folder / HISTORY).write_bytes(b"no history\n" + (ranks[2].folder / HISTORY).read_bytes())
     page = gather(run(ranks))
     assert page.missing[0].startswith("1 of 3 ranks has no history")
-    assert page.missing[1].startswith("1 damaged line of histories")
     assert table(page, "Ranks").rows[1][2:5] == ["600", "25.0 %", "0.857"]
 
 

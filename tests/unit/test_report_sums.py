@@ -10,6 +10,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_read import History, parse_history
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     Progress,
@@ -23,8 +24,6 @@ from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.histories import (
     OverTime,
-    RankLog,
-    parse_log,
     time_axis,
 )
 from datatrove_ckpt.maintenance.report.page import Table, clock
@@ -40,8 +39,8 @@ def line(attempt: int, at: float, documents: int, in_flight: int = 0, **work: An
     return Progress(at=T + at, attempt=attempt, seconds=seconds, documents=counts, total=total, in_flight=in_flight)
 
 
-def log_of(records: Sequence[Record]) -> RankLog:
-    return parse_log(b"".join(record.to_line() for record in records))
+def log_of(records: Sequence[Record]) -> History:
+    return parse_history([record.to_line() for record in records], 1000)
 
 
 def start(attempt: int, at: float, **changes: Any) -> Start:
@@ -52,7 +51,7 @@ def server(attempt: int, at: float, what: Any, why: str = "", name: str = "0") -
     return ServerEvent(at=T + at, attempt=attempt, what=what, name=name, why=why)
 
 
-def killed_once(until: float = 600) -> RankLog:
+def killed_once(until: float = 600) -> History:
     """Half a document a second; killed after 290 seconds, started again at 400, ready at 430."""
     records: list[Record] = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
     records += [line(1, at, at // 2, in_flight=7) for at in range(0, 241, 60)]
@@ -61,7 +60,7 @@ def killed_once(until: float = 600) -> RankLog:
     return log_of(records)
 
 
-def over_time(*logs: RankLog, now: float | None = None, until: float | None = None) -> OverTime:
+def over_time(*logs: History, now: float | None = None, until: float | None = None) -> OverTime:
     found = time_axis(logs, now)
     assert found is not None
     for log in logs:
@@ -186,24 +185,20 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> No
                 for _ in range(minute):
                     spread.milliseconds.count(5)
                 records.append(spread)
-    data = b"".join(record.to_line() for record in records)
-    log = parse_log(data, 30)
-    assert [attempt.number for attempt in log.attempts] == [1, 2, 3]
-    assert sum(len(attempt.minutes) for attempt in log.attempts) <= 30 + 8
-    for attempt in log.attempts:
-        first = 300 * attempt.number
-        assert [attempt.minutes[0].documents.read, attempt.minutes[-1].documents.read] == [first, first + 299]
-        assert attempt.spread.milliseconds == {int(4 * 2.3219280948) + 1: 299}
+    history = parse_history([record.to_line() for record in records], 30)
+    assert [attempt.number for attempt in history.attempts] == [1, 2, 3]
+    assert len(history.minutes) <= 30 + 8
+    for number in (1, 2, 3):
+        first = 300 * number
+        known = [minute.documents.read for minute in history.minutes if minute.attempt == number]
+        assert [known[0], known[-1]] == [first, first + 299]
+    assert [spread.milliseconds for spread in history.spreads] == [{int(4 * 2.3219280948) + 1: 299}] * 3
 
 
 # reading -------------------------------------------------------------------------------------------------------------
 
 
-def test_torn_and_damaged_lines_cost_themselves_only() -> None:
-    data = b"".join(record.to_line() for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)])
-    lines = data.splitlines(keepends=True)
-    assert parse_log(data[:-5]).damaged == 0
-    assert parse_log(data[:-5]) == parse_log(b"".join(lines[:3]))
-    damaged = parse_log(lines[0] + lines[1][:-9] + b"x" * 8 + b"\n" + b"\x00\n" + b"".join(lines[2:]))
-    assert damaged.damaged == 2
-    assert [minute.documents.read for minute in damaged.attempts[0].minutes] == [30, 60]
+def test_damaged_lines_cost_themselves_only() -> None:
+    lines = [record.to_line() for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)]]
+    damaged = [lines[0], lines[1][:-9] + b"x" * 8 + b"\n", b"\x00\n", *lines[2:]]
+    assert [minute.documents.read for minute in parse_history(damaged, 9).minutes] == [30, 60]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.history_read import AttemptSummary, History, read_history
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
+from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.formatting import duration, figure, percent, plural
-from datatrove_ckpt.maintenance.report.histories import AttemptLog, RankLog, read_log, time_axis
+from datatrove_ckpt.maintenance.report.histories import time_axis
 from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
@@ -32,7 +36,7 @@ class _Rank:
     """One rank with its history."""
 
     state: RankState
-    log: RankLog
+    history: History
 
     @property
     def key(self) -> str:
@@ -43,9 +47,9 @@ class _Rank:
         return self.state.state == "running"
 
     @property
-    def ended_early(self) -> list[AttemptLog]:
+    def ended_early(self) -> list[AttemptSummary]:
         """The attempts that ended before the rank was done."""
-        ended = self.log.attempts[:-1] if self.runs else self.log.attempts
+        ended = self.history.attempts[:-1] if self.runs else self.history.attempts
         return [attempt for attempt in ended if attempt.why != "done"]
 
 
@@ -53,7 +57,7 @@ def gather(run: RunState) -> Page:
     """Reads the histories of all ranks, and makes the page. Changes nothing."""
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
-    ranks = [_Rank(state, read_log(state.folder / HISTORY, lines)) for state in states]
+    ranks = [_Rank(state, _history(state.folder / HISTORY, lines)) for state in states]
     ended = [(one.key, attempt) for one in ranks for attempt in one.ended_early]
     state = _overall(run)
     return Page(
@@ -71,6 +75,14 @@ def gather(run: RunState) -> Page:
     )
 
 
+def _history(path: Path, most: int) -> History:
+    """What cannot be read, or is no file, has no attempts: ``status`` says what is damaged."""
+    with suppress(StorageFailed):
+        if path.is_file():
+            return read_history(str(path), most)
+    return History()
+
+
 def _overall(run: RunState) -> str:
     """The state of the whole run, in one word."""
     if run.is_finished:
@@ -80,14 +92,12 @@ def _overall(run: RunState) -> str:
 
 
 def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
-    if without := sum(not one.log.attempts for one in ranks):
+    if without := sum(not one.history.attempts for one in ranks):
         have = "has" if without == 1 else "have"
         yield (
             f"{without} of {plural(len(ranks), 'rank')} {have} no history: an earlier release does not write one. "
             "Charts over time are without them; sums are not."
         )
-    if damaged := sum(one.log.damaged for one in ranks):
-        yield f"{plural(damaged, 'damaged line')} of histories could not be read and was left out."
     if not run.totals.exact:
         yield "Documents of chunks that are not committed are as of the last line of each history."
 
@@ -96,12 +106,12 @@ def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
 
 
 def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Iterator[Chart]:
-    time = time_axis([one.log for one in ranks], now if any(one.runs for one in ranks) else None)
+    time = time_axis([one.history for one in ranks], now if any(one.runs for one in ranks) else None)
     if time is None:
         return
     for one in ranks:
         if not one.state.root:  # retries read documents that were read before: they are not summed
-            time.add(one.log, now if one.runs else None)
+            time.add(one.history, now if one.runs else None)
     edges = time.edges.tolist()
     cuts = time.count(ended)
     finished = [round(value) for value in (time.documents.cumsum() + time.before).tolist()]
@@ -113,12 +123,12 @@ def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Itera
         yield Chart("Errors over time", edges, {"errors": np.round(time.errors, 4).tolist()}, cuts)
 
 
-def _tables(run: RunState, ranks: Sequence[_Rank], ended: Sequence[tuple[str, AttemptLog]]) -> Iterator[Table]:
+def _tables(run: RunState, ranks: Sequence[_Rank], ended: Sequence[tuple[str, AttemptSummary]]) -> Iterator[Table]:
     yield _attempts(ended)
     causes = run.causes
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
-    yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
+    yield _spreads([one.history for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
     yield _ranks(ranks)
     known = run.identity.items()
     identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
@@ -126,7 +136,7 @@ def _tables(run: RunState, ranks: Sequence[_Rank], ended: Sequence[tuple[str, At
     yield Table("Changed with accept_changes", ("name", "some documents", "other documents"), run.mixed)
 
 
-def _attempts(ended: Sequence[tuple[str, AttemptLog]]) -> Table:
+def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
     newest = sorted(ended, key=lambda pair: pair[1].last_seen)[-_MAX_ATTEMPTS:]
     note = "Killed: kill -9, out of memory, or a node that is gone. In flight: requests that were sent again."
     if len(newest) < len(ended):
@@ -139,13 +149,13 @@ def _attempts(ended: Sequence[tuple[str, AttemptLog]]) -> Table:
     return Table("Attempts that ended early", columns, rows, note)
 
 
-def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
+def _spreads(histories: Sequence[History], requests: int) -> Table:
     """Latency and tokens of all requests that servers answered, from the histograms of each attempt.
 
     Args:
         requests: of all documents. Those of the last minutes before a kill are in no histogram.
     """
-    found = [attempt.spread for log in logs for attempt in log.attempts if attempt.spread is not None]
+    found = [spread for history in histories for spread in history.spreads]
     kinds = {"latency": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
     rows, counted = [], 0
     for kind, name in kinds.items():

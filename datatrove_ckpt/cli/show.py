@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 _MOST = 600  # characters of a text; an answer may have twice as many
-_WIDE = 100  # columns of a terminal from which on two texts stand side by side
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -91,16 +90,14 @@ def sample(executor: PipelineExecutor, number: int) -> int:
 
 
 def _described(number: int, one: ShownDocument, title: str, most: int | None, outcome: str = "answer") -> str:
-    """Both texts side by side if there is room, else one below the other."""
-    one, width = one.safe(most), shutil.get_terminal_size().columns
-    cells = (width - 5) // 2 if width >= _WIDE else width - 2
-    left = _wrapped(f"{title}: {one.text}", cells)
-    right = _wrapped(f"{'failed' if one.is_dead else outcome}: {one.answer}", cells)
-    lines = [*left, *right]
-    if width >= _WIDE:
-        lines = [f"{a:<{cells}} | {b}" for a, b in zip_longest(left, right, fillvalue="")]
+    """Both texts, one below the other."""
+    one = one.safe(most)
     where = f"  ({one.where})" if one.where else ""
-    return "\n".join([f"{number}. {one.id}{where}", *(f"  {line}".rstrip() for line in lines), ""])
+    if one.is_dead:
+        outcome = "failed"
+    width = shutil.get_terminal_size().columns - 2
+    texts = [*_wrapped(f"{title}: {one.text}", width), *_wrapped(f"{outcome}: {one.answer}", width)]
+    return "\n".join([f"{number}. {one.id}{where}", *(f"  {line}".rstrip() for line in texts), ""])
 
 
 def _wrapped(text: str, width: int) -> list[str]:

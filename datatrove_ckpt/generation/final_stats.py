@@ -10,14 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingStats
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits, sum_work
 from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.readers.shard import ShardRecord
 
@@ -76,13 +74,6 @@ class RankNumbers:
         stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})
         if seconds.total:
             stats.time_stats = timing(seconds.total, "total")
-        if work.unsplit:
-            logger.warning(
-                f"{plural(work.unsplit, 'document')} of {counts.read} were finished by datatrove's own runner, or by "
-                "an earlier release. Of these, the stats have the totals of requests and tokens only: all their "
-                "requests count as answered, and min, max, variance, rollouts and failed requests are those of the "
-                "other documents."
-            )
 
 
 def finished_documents(stats: Iterable[Stats]) -> int:

@@ -244,10 +244,8 @@ class RankReporter:
         return RankProgress(
             self._attempt,
             self._before + self.own.documents,
-            self.own.documents,
-            self.own.requests + self.own.failed,
-            self.own.completion_tokens,
-            position.done,
+            (self.own.documents, self.own.requests + self.own.failed, self.own.completion_tokens),
+            position.share,
             position.total,
             position.unit,
             *self._state(),

@@ -5,7 +5,6 @@ What they draw are points in time.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ _AT = "at"  # a metric of W&B: Unix seconds of the point
 
 
 class Point(NamedTuple):
-    """``at``: Unix seconds, whole ones: services round what is finer. ``values``: by the metric's name."""
+    """``at``: Unix milliseconds, as MLflow has them. ``values``: by the metric's name."""
 
     at: int
     values: dict[str, float]
@@ -82,7 +81,7 @@ class TrackedRun(Protocol):
     """A job's run at MLflow, or at Weights & Biases, which is running. Each call may take long, or raise anything.
 
     Attributes:
-        sent_until: Unix seconds of the last point that is there; 0 if none is.
+        sent_until: ``at`` of the last point that is there; 0 if none is.
     """
 
     sent_until: int
@@ -147,12 +146,12 @@ class MlflowRun:
     def send(self, point: Point) -> None:
         from mlflow.entities import Metric, RunTag
 
-        step = max(0, int(point.at - self._started))  # a second of the job
-        metrics = [Metric(name, value, point.at * 1000, step) for name, value in point.values.items()]
+        step = max(0, int(point.at / 1000 - self._started))  # a second of the job
+        metrics = [Metric(name, value, point.at, step) for name, value in point.values.items()]
         self._client.log_batch(self._id, metrics=metrics, tags=[RunTag(_AT_TAG, str(point.at))])
 
     def end(self, status: str) -> None:
-        self._client.set_terminated(self._id, status, self.sent_until * 1000 or None)
+        self._client.set_terminated(self._id, status, self.sent_until or None)
 
 
 class WandbRun:
@@ -175,12 +174,12 @@ class WandbRun:
         finally:
             os.umask(before)
         self._run.summary["status"] = "RUNNING"
-        self.sent_until = int(self._run.summary.get(_AT) or 0)
+        self.sent_until = round(1000 * (self._run.summary.get(_AT) or 0))
         self._run.define_metric(_AT, hidden=True)
         self._run.define_metric("*", step_metric=_AT)
 
     def send(self, point: Point) -> None:
-        self._run.log(point.values | {_AT: point.at})
+        self._run.log(point.values | {_AT: point.at / 1000})
 
     def end(self, status: str) -> None:
         """W&B's own state is that of the process."""
@@ -202,6 +201,8 @@ class Tracker:
 
     def __init__(self, place: Place, make_runs: Sequence[Callable[[float], TrackedRun]]) -> None:
         self.is_over = False
+        self._newest: float | None = None
+        self._point = Point(0, {})
         self._place = place
         self._make_runs = make_runs
         self._runs: dict[int, TrackedRun] = {}
@@ -219,29 +220,31 @@ class Tracker:
         except CkptError as error:
             return str(error)
         status = status_of(state)
-        at = state.read_at
-        if status != "RUNNING" and state.newest is not None:  # whoever reads it later makes the same point
-            at = state.newest
-        point = Point(math.ceil(at), values_of(state.totals))
+        if status == "RUNNING" or state.newest != self._newest:
+            at = state.read_at
+            if status != "RUNNING" and state.newest is not None:  # whoever reads it later makes the same point
+                at = state.newest
+            self._point = Point(max(round(1000 * at), self._point.at + 1), values_of(state.totals))
+            self._newest = state.newest
+        elif self.is_over:
+            return ""
         first_at = state.totals.started or state.read_at
         problems = []
         for index, make in enumerate(self._make_runs):
             try:
-                self._send(index, partial(make, first_at), point, status)
+                self._send(index, partial(make, first_at), status)
             except Exception as error:  # of a library, of its server, of the network
                 problems.append(f"{type(error).__name__}: {error}")
         self.is_over = status != "RUNNING" and not problems
         return "; ".join(problems)
 
-    def _send(self, index: int, make: Callable[[], TrackedRun], point: Point, status: str) -> None:
-        if self.is_over and status != "RUNNING":
-            return
+    def _send(self, index: int, make: Callable[[], TrackedRun], status: str) -> None:
         if index not in self._runs:
             self._runs[index] = make()
         run = self._runs[index]
-        if point.at > run.sent_until:
-            run.send(point)
-            run.sent_until = point.at
+        if self._point.at > run.sent_until:
+            run.send(self._point)
+            run.sent_until = self._point.at
         if status != "RUNNING":
             run.end(status)
             del self._runs[index]  # the next attempt of the job finds it again

@@ -41,41 +41,27 @@ _LEAST_CELLS, _MOST_CELLS = 8, 40
 class RankProgress(NamedTuple):
     """Where one rank stands.
 
-    ``attempt``: another one for each start of a step's rank. ``documents``: finished, in all attempts. ``finished``,
-    ``requests``, ``tokens``: in this attempt: documents, requests that ended, completion tokens. ``done``, ``total``:
-    of the input, in ``unit``, which is "bytes" or "rows"; ``total`` is None if it is not known. ``state``: what it does
+    ``attempt``: another one for each start of a step's rank. ``documents``: finished, in all attempts. ``work``: in
+    this attempt: documents, requests that ended, completion tokens. ``share``: how much of the input is done, from 0 to
+    1; None if that is not known. ``size``: of the input, in ``unit``, "bytes" or "rows". ``state``: what the rank does
     if it does no usual work, such as "waiting for the server", and ``seconds`` for how long, if that matters.
     ``is_outage``: requests fail, and none is answered.
     """
 
     attempt: int
     documents: int
-    finished: int = 0
-    requests: int = 0
-    tokens: int = 0
-    done: int = 0
-    total: int | None = None
+    work: tuple[int, int, int] = (0, 0, 0)
+    share: float | None = None
+    size: int | None = None
     unit: str | None = None
     state: str = ""
     seconds: float = 0.0
     is_outage: bool = False
 
     @property
-    def work(self) -> list[int]:
-        """In this attempt: documents, requests, tokens."""
-        return [self.finished, self.requests, self.tokens]
-
-    @property
     def has_begun(self) -> bool:
         """It has read something, or finished documents without a word on where it stands."""
-        return self.unit is not None or self.finished > 0
-
-    @property
-    def share(self) -> float | None:
-        """Of the input, from 0 to 1; None if it is not known."""
-        if self.total is None or self.unit is None:
-            return None
-        return min(1.0, self.done / self.total) if self.total else 1.0
+        return self.unit is not None or self.work[0] > 0
 
 
 class Rates(NamedTuple):
@@ -127,7 +113,7 @@ class RunProgress:
         """A rank has reported."""
         last = self._last.get(rank)
         self._last[rank] = progress
-        before = [0, 0, 0]
+        before = (0, 0, 0)
         if last is not None and last.attempt == progress.attempt:
             before = last.work
         else:
@@ -137,7 +123,7 @@ class RunProgress:
         if any(grown):
             self._newest_at = self._clock()
         if (share := progress.share) is not None:
-            self._gain(rank, share, 0.0 if progress.documents == progress.finished else share)
+            self._gain(rank, share, 0.0 if progress.documents == progress.work[0] else share)
             if self._begun.get(rank, (0.0, share))[1] == share:  # its server starts: that is no pace
                 self._begun[rank] = self._clock(), share
 
@@ -187,7 +173,7 @@ class RunProgress:
         shares = [1.0 if rank in self._done else one.share for rank, one in begun.items()]
         if not shares:
             return self._complete / self.ranks if self._complete else None
-        sizes = [one.total or 0 for one in begun.values()]
+        sizes = [one.size or 0 for one in begun.values()]
         if not all(sizes) or len({one.unit for one in begun.values()}) > 1:  # taken for equal
             sizes = [1] * len(sizes)
         done = 0.0

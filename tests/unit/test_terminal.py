@@ -44,8 +44,11 @@ def clock() -> Clock:
 
 
 def rank(documents: int, done: int, total: int | None = 100, attempt: int = 1, **numbers: int) -> RankProgress:
-    work = {"finished": documents, "requests": 2 * documents, "tokens": 10 * documents, **numbers}
-    return RankProgress(attempt, documents, done=done, total=total, unit="bytes", **work)
+    share = None
+    if total is not None:
+        share = done / total if total else 1.0
+    work = (numbers.get("finished", documents), 2 * documents, 10 * documents)
+    return RankProgress(attempt, documents, work, share, total, "bytes")
 
 
 def test_a_share_is_that_of_all_ranks_and_those_that_have_not_begun_are_as_large_as_the_others(clock: Clock) -> None:
@@ -76,11 +79,11 @@ def test_a_size_that_is_not_known_makes_no_percent_and_no_time_left(clock: Clock
 
 def test_what_was_done_before_is_no_rate(clock: Clock) -> None:
     progress = RunProgress(clock=clock)
-    progress.update(0, RankProgress(1, 700, done=70, total=100, unit="bytes"))
+    progress.update(0, RankProgress(1, 700, share=0.7, size=100, unit="bytes"))
     assert progress.share == 0.7
     assert progress.documents == 700
     clock.now += 20
-    progress.update(0, RankProgress(1, 710, 10, 20, 100, done=71, total=100, unit="bytes"))
+    progress.update(0, RankProgress(1, 710, (10, 20, 100), 0.71, 100, "bytes"))
     assert progress.rates == (0.5, 1.0, 5.0)
     assert progress.seconds_left == pytest.approx(29 * 20)
 
@@ -88,9 +91,9 @@ def test_what_was_done_before_is_no_rate(clock: Clock) -> None:
 def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock: Clock) -> None:
     progress = RunProgress(clock=clock)
     progress.update(0, rank(10, 10, attempt=1))
-    progress.update(0, RankProgress(2, 9, done=9, total=100, unit="bytes"))
+    progress.update(0, RankProgress(2, 9, share=0.09, size=100, unit="bytes"))
     clock.now += 10
-    progress.update(0, RankProgress(2, 14, 5, 5, 5, done=14, total=100, unit="bytes"))
+    progress.update(0, RankProgress(2, 14, (5, 5, 5), 0.14, 100, "bytes"))
     assert (progress.documents, progress.work[:2]) == (14, [15, 25])
 
 
@@ -181,7 +184,7 @@ def test_a_rank_that_reads_nothing_yet_has_not_begun(clock: Clock) -> None:
     progress.update(1, RankProgress(1, 70, state="waiting for the server"))
     assert (progress.share, progress.is_estimated) == (0.25, True)
     clock.now += 10
-    progress.update(1, RankProgress(1, 70, done=70, total=100, unit="bytes"))
+    progress.update(1, RankProgress(1, 70, share=0.7, size=100, unit="bytes"))
     assert (progress.share, progress.is_estimated) == (0.6, False)
     assert progress.seconds_left is None  # the 70 were not done in these 10 seconds
 
@@ -190,7 +193,7 @@ def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock: Clock) -> N
     progress = RunProgress(clock=clock)
     for _ in range(50):
         clock.now += 1
-        progress.update(0, RankProgress(1, 0, done=0, total=100, unit="rows", state="waiting for the server"))
+        progress.update(0, RankProgress(1, 0, share=0.0, size=100, unit="rows", state="waiting for the server"))
         progress.sample()
     clock.now += 5
     progress.update(0, rank(10, 10))
@@ -370,7 +373,7 @@ def test_without_a_terminal_there_is_no_bar(
 
 
 def at(done: int, finished: int = 0) -> RankProgress:
-    return RankProgress(1, done, finished, finished, finished, done, 100, "rows")
+    return RankProgress(1, done, (finished, finished, finished), done / 100, 100, "rows")
 
 
 def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal: Terminal) -> None:

@@ -52,7 +52,7 @@ def test_a_point_has_the_sums_of_all_ranks_as_status_has_them(tmp_path: Path, no
     now.append(T + 301)
     assert make(tmp_path, run).work() == ""
     (point,) = run.points
-    assert point.at == T + 301
+    assert point.at == 1000 * (T + 301)
     expected = {
         "documents": 100,
         "requests": 200,
@@ -73,11 +73,11 @@ def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_pat
     first.broken = True
     now.append(T + 301)
     assert tracked.work() == "ConnectionError: no network"
-    assert [point.at for point in second.points] == [T + 301]
+    assert [point.at for point in second.points] == [1000 * (T + 301)]
     first.broken = False
     now.append(T + 362)
     assert tracked.work() == ""
-    assert [point.at for point in first.points] == [T + 362]
+    assert [point.at for point in first.points] == [1000 * (T + 362)]
     assert first.points == second.points[1:]
 
 
@@ -87,7 +87,7 @@ def test_no_point_is_sent_twice(tmp_path: Path, now: list[float]) -> None:
     run = Run()
     for _ in range(2):
         assert make(tmp_path, run).work() == ""
-    assert [point.at for point in run.points] == [T + 11]
+    assert [point.at for point in run.points] == [1000 * T + 10_337]
 
 
 @pytest.mark.parametrize(
@@ -129,4 +129,4 @@ def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float
     assert tracked.work() == "OSError: no route"
     assert tracked.work() == "", "although nothing is new"
     assert attempts == [T, T]
-    assert [point.at for point in run.points] == [T + 10], "whenever it is read"
+    assert [point.at for point in run.points] == [1000 * (T + 10)], "whenever it is read"

@@ -228,7 +228,8 @@ class Tracking:
     def _running_sender(self) -> subprocess.Popen[bytes] | None:
         """Starts the sender if no process has one. None: another process has it."""
         if self.sender is not None and self.sender.poll() is not None:
-            self._could_not_send(f"its process has ended with code {self.sender.returncode}")
+            with self.sender:  # closes its pipes
+                self._could_not_send(f"its process has ended with code {self.sender.returncode}")
             self.sender = None
         if self.sender is None and files.lock_holder(self._root / TRACKING_LOCK) is None:
             command = [sys.executable, "-P", "-m", "datatrove_ckpt.cli.track", str(self._root)]

@@ -66,7 +66,9 @@ class HistoryLog:
         if whole < len(content):
             files.disk.truncate(path, path.stat().st_size - len(content) + whole)
         for line in reversed(content[:whole].splitlines(keepends=True)):
-            record = parse_line(line) if is_progress_line(line) else None
+            if not is_progress_line(line):
+                continue
+            record = parse_line(line)
             if isinstance(record, Progress):
                 self.earlier = record.total
                 self.position = record.position
@@ -118,7 +120,8 @@ class HistoryLog:
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
     """The lines, in their order, without some of them: at most so many bytes. Damaged lines are left out first."""
-    found = [(line, record) for line in lines if (record := parse_line(line)) is not None]
+    parsed = [(line, parse_line(line)) for line in lines]
+    found = [(line, record) for line, record in parsed if record is not None]
     fixed = _fixed([record for _, record in found])
     newest = max((record.at for _, record in found), default=0.0)
     for factor in _FACTORS:
@@ -152,7 +155,9 @@ def _less_often(found: Sequence[tuple[bytes, Record]], fixed: set[int], newest: 
             yield line
         elif isinstance(record, Progress):
             step = next(step for age, step in _STEPS if newest - record.at >= age / factor) * factor
-            here = step, int(record.at // step) if step else index
+            here = (step, index)
+            if step:
+                here = (step, int(record.at // step))
             if here != before:
                 yield line
             before = here

@@ -132,7 +132,7 @@ class History:
     @property
     def last(self) -> Progress | None:
         """The newest progress line; None if there is none."""
-        return self.minutes[-1] if self.minutes else None
+        return next(reversed(self.minutes), None)
 
     @property
     def last_at(self) -> float | None:
@@ -142,17 +142,20 @@ class History:
     @property
     def seconds(self) -> float:
         """Between the two lines of the window; 0 without them."""
-        return self.window[1].at - self.window[0].at if self.window else 0.0
+        if self.window is None:
+            return 0.0
+        return self.window[1].at - self.window[0].at
 
     def rates(self) -> Rates:
         """Of the last minutes of the newest attempt."""
-        if self.window is None or self.seconds <= 0:
+        seconds = self.seconds
+        if self.window is None or seconds <= 0:
             return Rates()
         then, last = self.window
         names = ("documents", "requests", "prompt_tokens", "completion_tokens")
         grown = [getattr(last.own, name) - getattr(then.own, name) for name in names]
         grown.append(last.position.done - then.position.done)
-        return Rates(*(max(0, number) / self.seconds for number in grown))
+        return Rates(*(max(0, number) / seconds for number in grown))
 
 
 def read_history(path: str, most: int = 0) -> History:
@@ -171,7 +174,9 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
     """The history in these lines. Damaged lines are left out."""
     found = History()
     attempts: dict[int, AttemptSummary] = {}
-    step = len(lines) // most + 1 if most else 0
+    step = 0
+    if most:
+        step = len(lines) // most + 1
 
     def take(record: Record | None) -> None:
         if record is not None:
@@ -186,8 +191,10 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
 
     def end_attempt() -> None:
         """Takes the lines of an attempt that are not events."""
-        chosen = minutes[:-1:step] if step else []
-        for line in (*chosen, *minutes[-1:], *spreads[-1:]):
+        chosen = [*minutes[-1:], *spreads[-1:]]
+        if step:
+            chosen = [*minutes[:-1:step], *chosen]
+        for line in chosen:
             take(parse_line(line))
 
     minutes: list[bytes] = []
@@ -230,4 +237,6 @@ def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Pro
         if last.at - float(head[1]) >= RATE_SECONDS - 1:
             break
     first = parse_line(oldest)
-    return (first if isinstance(first, Progress) else last), last
+    if isinstance(first, Progress):
+        return first, last
+    return last, last

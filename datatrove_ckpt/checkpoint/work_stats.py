@@ -79,7 +79,11 @@ class WorkStats:
 
     def count(self, documents: Sequence[Took]) -> None:
         """Adds documents. Many at once cost a third of what they cost one by one."""
-        requests, kept, dropped, prompts, completions = [], [], [], [], []
+        requests: list[int] = []
+        kept: list[int] = []
+        dropped: list[int] = []
+        prompts: list[int] = []
+        completions: list[int] = []
         for outcome, numbers, work in documents:
             if work is not None:
                 requests += work.rollouts

@@ -88,7 +88,9 @@ def _what_next(state: RunState) -> Iterator[str]:
         return
     if state.is_finished:
         return
-    command = start_command(state.given) if state.given else "the command that started it"
+    command = "the command that started it"
+    if state.given:
+        command = start_command(state.given)
     failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
     if failed:
         yield (
@@ -137,7 +139,8 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         for group in groups[:MAX_TROUBLED]:
             reason = group[0].reason.replace("\n", "\n    ")
             yield f"  {_places(group)}: {trouble}: {reason}"
-        if others := [rank for group in groups[MAX_TROUBLED:] for rank in group]:
+        others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
+        if others:
             yield f"  {trouble}, too: {counted(len(others), 'rank')}: {ranges([rank.rank for rank in others])}"
 
 
@@ -165,9 +168,9 @@ def table(ranks: Sequence[RankState], now: float, bars: bool = True) -> Iterator
 
 
 def _row(rank: RankState, now: float, bars: bool) -> str:
-    name = f"{rank.root}/{rank.rank}" if rank.root else f"{rank.rank}"
+    name = f"{rank.root}/{rank.rank}".lstrip("/")
     shown = rank.trouble or rank.state
-    share = 1.0 if rank.state == "finished" else rank.position.share
+    share = rank.share
     done = rate = left = word = ""
     if share is not None:
         done = f"{percent(share):>7}"

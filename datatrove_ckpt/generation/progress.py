@@ -176,7 +176,9 @@ class RankReporter:
     def _sum_up(self) -> None:
         """Counts the new answers. Many at once, because most values occur often: so each answer costs little."""
         with self._lock:
-            milliseconds, prompt, completion = Counter[int](), Counter[int](), Counter[int]()
+            milliseconds = Counter[int]()
+            prompt = Counter[int]()
+            completion = Counter[int]()
             for _ in range(len(self.answers)):
                 seconds, prompt_tokens, completion_tokens = self.answers.popleft()
                 milliseconds[int(seconds * 1000)] += 1
@@ -263,9 +265,11 @@ class RankReporter:
         for name, model in self._models.items():
             quiet = model.newest.seconds
             if quiet >= _SILENCE_SECONDS and model.is_waiting:
-                return f"no answer from {name}" if name else "no answer", quiet, False
-            if model.client is None and (model.early or not self.clients):
-                return f"{WAITING} of {name}" if self.clients else WAITING, 0.0, False
+                return f"no answer from {name}".removesuffix(" from "), quiet, False
+            if model.client is None and model.early and self.clients:
+                return f"{WAITING} of {name}", 0.0, False
+            if not self.clients:
+                return WAITING, 0.0, False
         return "", 0.0, False
 
     # the history -------------------------------------------------------------------------------------------------
@@ -347,7 +351,9 @@ def _described(error: BaseException | None) -> str:
     if error is None:
         return ""
     name = type(error).__name__
-    return redact(f"{name}: {error}") if isinstance(error, CkptError) else name
+    if isinstance(error, CkptError):
+        return redact(f"{name}: {error}")
+    return name
 
 
 # input progress -------------------------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ Trouble = Literal["damaged", "failed", "lost", "silent", "stuck", "restarting", 
 """
 
 
-_LEAST_DOCUMENTS, _LEAST_SECONDS = 10, 10.0
+_LEAST_DOCUMENTS = 10
+_LEAST_SECONDS = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +108,15 @@ class RankState(Sums):
         """Its average can be compared: that of few documents is chance, and of seconds the start of servers, mostly."""
         return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= _LEAST_SECONDS
 
+    def need_attention(self, trouble: Trouble, reason: str) -> None:
+        self.trouble = trouble
+        self.reason = reason
+
+    @property
+    def share(self) -> float | None:
+        """How much of its input is done, from 0 to 1; None if that is not known."""
+        return 1.0 if self.state == "finished" else self.position.share
+
     @property
     def goes_on(self) -> bool:
         """Whether it is finished, or runs and gets ahead."""
@@ -121,9 +131,10 @@ class RankState(Sums):
     def process(self) -> str:
         """The one that works on it, or was the last to: "pid 42 on node7, Slurm job 17_5"."""
         last = self.attempt or AttemptSummary(0, 0.0, 0.0)
-        holder = self.holder or {"host": last.host, "pid": last.pid}
-        job = f", Slurm job {last.slurm_job}" if last.slurm_job else ""
-        return f"pid {holder.get('pid')} on {holder.get('host')}{job}"
+        if self.holder is None:
+            return f"pid {last.pid} on {last.place}"
+        where = replace(last, host=str(self.holder.get("host"))).place
+        return f"pid {self.holder.get('pid')} on {where}"
 
 
 @dataclass(slots=True)
@@ -184,7 +195,8 @@ class RunState:
     @property
     def together(self) -> Totals:
         """The sums with those of retries. Each document counts once: one that a retry has written is not dead."""
-        found, again = copy.deepcopy(self.totals), self.retried
+        found = copy.deepcopy(self.totals)
+        again = self.retried
         found.add(replace(again, unfinished=DocumentCounts(), unfinished_chunks=0, dead_letters=Counter(), exact=True))
         if self.retries:
             found.counts = sum_delivered((rank.rank, rank.counts) for rank in (*self.ranks, *self.retries))

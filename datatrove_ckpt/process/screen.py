@@ -35,7 +35,8 @@ _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
 _LONGEST_LEFT = 1e9  # a longer time left is chance
 _SAMPLE_SECONDS = 1.0
-_LEAST_CELLS, _MOST_CELLS = 8, 40
+_LEAST_CELLS = 8
+_MOST_CELLS = 40
 
 
 class RankProgress(NamedTuple):
@@ -122,8 +123,12 @@ class RunProgress:
         self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
         if any(grown):
             self._newest_at = self._clock()
-        if (share := progress.share) is not None:
-            self._gain(rank, share, 0.0 if progress.documents == progress.work[0] else share)
+        share = progress.share
+        if share is not None:
+            before_share = share
+            if progress.documents == progress.work[0]:
+                before_share = 0.0
+            self._gain(rank, share, before_share)
             if self._begun.get(rank, (0.0, share))[1] == share:  # its server starts: that is no pace
                 self._begun[rank] = self._clock(), share
 
@@ -170,14 +175,16 @@ class RunProgress:
         A rank that has not begun is taken to be as large as the average of the others.
         """
         begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
-        shares = [1.0 if rank in self._done else one.share for rank, one in begun.items()]
-        if not shares:
-            return self._complete / self.ranks if self._complete else None
+        if not begun:
+            return self._complete / self.ranks or None
         sizes = [one.size or 0 for one in begun.values()]
         if not all(sizes) or len({one.unit for one in begun.values()}) > 1:  # taken for equal
             sizes = [1] * len(sizes)
         done = 0.0
-        for share, size in zip(shares, sizes, strict=True):
+        for rank, size in zip(begun, sizes, strict=True):
+            share = begun[rank].share
+            if rank in self._done:
+                share = 1.0
             if share is None:
                 return None
             done += share * size
@@ -205,7 +212,8 @@ class RunProgress:
         None if it is not known, in an outage, and once nothing has been answered for longer than that.
         """
         share = self.share
-        first, now = self._since(self._clock() - _TIME_LEFT_SECONDS), self._clock()
+        now = self._clock()
+        first = self._since(now - _TIME_LEFT_SECONDS)
         if share is None or self._outages or self._gained <= first.share or now <= first.at:
             return None
         rate = (self._gained - first.share) / (now - first.at) / self.ranks
@@ -214,7 +222,9 @@ class RunProgress:
             moved = (self._last[rank].share or 0.0) - before
             if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:  # the first answers are no pace
                 left = max(left, (1.0 - before - moved) * (now - at) / moved)
-        return left if now - self._newest_at <= left < _LONGEST_LEFT else None
+        if now - self._newest_at <= left < _LONGEST_LEFT:
+            return left
+        return None
 
     def _since(self, at: float) -> _Sample:
         """The first sample at this time or later; the last one if there is none."""
@@ -243,7 +253,9 @@ class RunProgress:
         newest = min(at_work, key=lambda progress: progress.seconds)
         if newest.state in (WAITING, READING) and self.rates.documents:  # short tasks that have just begun
             return ""
-        return f"{newest.state} for {duration(newest.seconds)}" if newest.seconds else newest.state
+        if not newest.seconds:
+            return newest.state
+        return f"{newest.state} for {duration(newest.seconds)}"
 
     @property
     def head(self) -> str:
@@ -251,22 +263,25 @@ class RunProgress:
         share = self.share
         if share is None:
             return ""
-        return f"{'~' if self.is_estimated else ''}{percent(share)}"
+        if self.is_estimated:
+            return f"~{percent(share)}"
+        return percent(share)
 
     def parts(self) -> list[tuple[int, str]]:
         """What there is to say besides, each with how soon a narrow terminal leaves it out."""
         rates = self.rates
         left = self.seconds_left
-        parts = [
-            (0, plural(self.documents, "doc")),
-            (2, f"{self.complete_ranks}/{self.ranks} tasks" if self.ranks > 1 else ""),
-            (1, f"{rates.documents:.1f} doc/s"),
-            (4, f"{rates.requests:.1f} req/s"),
-            (3, f"{rates.tokens:.0f} tok/s"),
-            (1, "" if left is None else f"{duration(left)} left"),
-            (0, self.state),
-        ]
-        return [(weight, text) for weight, text in parts if text]
+        parts = [(0, plural(self.documents, "doc"))]
+        if self.ranks > 1:
+            parts.append((2, f"{self.complete_ranks}/{self.ranks} tasks"))
+        parts.append((1, f"{rates.documents:.1f} doc/s"))
+        parts.append((4, f"{rates.requests:.1f} req/s"))
+        parts.append((3, f"{rates.tokens:.0f} tok/s"))
+        if left is not None:
+            parts.append((1, f"{duration(left)} left"))
+        if self.state:
+            parts.append((0, self.state))
+        return parts
 
     def line(self) -> str:
         """The text of a line in the log."""
@@ -286,9 +301,10 @@ def bar(progress: RunProgress, columns: int) -> str:
         room = columns - 1 - len(head) - len(tail) - len(" || ")
         if room >= _LEAST_CELLS or (share is None and room >= 0):
             break
-    if share is not None:
-        cells = f"|{filled_cells(share, min(room, _MOST_CELLS))}| " if room >= _LEAST_CELLS else ""
-        tail = f"{head} {cells}{tail}"
+    if share is not None and room >= _LEAST_CELLS:
+        tail = f"|{filled_cells(share, min(room, _MOST_CELLS))}| {tail}"
+    if head:
+        tail = f"{head} {tail}"
     return tail[: columns - 1]
 
 
@@ -350,7 +366,8 @@ class BarTerminal:
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self.remove()
-            self._is_open, self._bar = False, ""
+            self._is_open = False
+            self._bar = ""
         for name, above in self._replaced.items():
             above.flush()
             if getattr(sys, name) is above:
@@ -373,10 +390,13 @@ class BarTerminal:
     def print(self, text: str) -> None:
         """Prints text above the bar."""
         with self._lock:
-            before = _CLEAR if (self._bar or self._text is None) and not self._is_partial else ""
+            shown = text
+            if (self._bar or self._text is None) and not self._is_partial:
+                shown = f"{_CLEAR}{shown}"
             self._is_partial = not text.endswith("\n")
-            after = f"{self._bar}\r" if self._bar and not self._is_partial else ""
-            _write_all(self._fd, f"{before}{text}{after}")
+            if self._bar and not self._is_partial:
+                shown = f"{shown}{self._bar}\r"
+            _write_all(self._fd, shown)
 
     def _put(self, text: str) -> None:
         with suppress(OSError):  # the terminal is gone: no reason to fail
@@ -390,7 +410,8 @@ class BarTerminal:
     def forget(self) -> None:
         """In a fork: the bar is its parent's, whose threads may hold the lock."""
         self._lock = threading.RLock()
-        self._text, self._bar = None, ""
+        self._text = None
+        self._bar = ""
 
 
 class Above:
@@ -419,8 +440,9 @@ class Above:
             self.write(line)
 
     def flush(self) -> None:
-        if pending := self._pending:
-            self._pending = ""
+        pending = self._pending
+        self._pending = ""
+        if pending:
             self._terminal.print(pending)
         self.stream.flush()
 
@@ -517,7 +539,8 @@ class Screen:
 
     def __enter__(self) -> Self:
         global _report
-        self._outer, _report = _report, self.update
+        self._outer = _report
+        _report = self.update
         if has_terminal() and multiprocess.parent_process() is None:
             self._terminal = BarTerminal(lambda columns: bar(self.progress, columns)).__enter__()
             self._terminal.draw()
@@ -546,7 +569,8 @@ class Screen:
     def tick(self) -> None:
         """Draws the bar, or logs a line, if it is time for that. To be called about every ``TICK_SECONDS``."""
         self.progress.sample()
-        if (now := self.clock()) < self._next:
+        now = self.clock()
+        if now < self._next:
             return
         if self._terminal is None:
             self._next = now + self.interval
@@ -569,7 +593,8 @@ def reporting_to(report: Report, below: bool) -> Iterator[None]:
         below: the process there draws a bar on the terminal of this one.
     """
     global _report
-    before, _report = _report, report
+    before = _report
+    _report = report
     try:
         with BarTerminal() if below and has_terminal() else nullcontext():
             yield

@@ -65,7 +65,7 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     assert lines[0].startswith(f"{tmp_path}: 12 ranks ({states}); last change ")
     assert " about " in lines[1]
     assert "  dead " not in text, "a retry has written them"
-    assert "retries    3 tries of dead letters, 3 of them written" in text
+    assert "retries    3 dead letters retried, 3 of them written" in text
     troubled = lines[lines.index("5 ranks need attention:") + 1 :]
     kinds = [line.split(": ")[1] for line in troubled if line.startswith("  rank ")]
     assert kinds == ["damaged", "failed", "lost", "slow", "interrupted"]

@@ -137,7 +137,7 @@ def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> N
     (ranks[1].folder / HISTORY).unlink()
     (ranks[2].folder / HISTORY).write_bytes(b"no history\n" + (ranks[2].folder / HISTORY).read_bytes())
     page = gather(run(ranks))
-    assert page.missing[0].startswith("1 of 3 ranks has no history")
+    assert page.missing[0].startswith("No history: 1 of 3 ranks.")
     assert table(page, "Ranks").rows[1][2:5] == ["600", "25.0 %", "0.857"]
 
 

@@ -168,9 +168,9 @@ def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path: Path) 
 
     first = [start(1, 0), spread(1, 900), spread(1, 900, 950), start(2, 1), spread(2, 90_000)]
     table = report_of(tmp_path, first, [start(1, 0), spread(1, 0.5)])["Requests"]
-    assert table.note.startswith("4 requests;")
+    assert table.note.startswith("4 of 0 requests;")
     latency, prompt = table.rows
-    assert latency == ["latency", "1 s", "92.7 s", "92.7 s", "92.7 s"]
+    assert latency == ["latency, ms", "1,024", "92,682", "92,682", "92,682"]
     assert prompt == ["prompt tokens", "8", "8", "8", "8"]
 
 

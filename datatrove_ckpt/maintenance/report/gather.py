@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.formatting import duration, figure, percent, plural
+from datatrove_ckpt.formatting import figure, percent, plural
 from datatrove_ckpt.maintenance.report.histories import time_axis
 from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
@@ -25,7 +25,8 @@ from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
 
 _PROGRESS_LINES = 30_000
 """Lines about progress to read in sum. More of them would cost seconds, and no screen could show them."""
-_LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
+_LEAST_LINES = 30  # of one rank
+_MOST_LINES = 400
 _MAX_CAUSES = 50
 _MAX_ATTEMPTS = 100
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
@@ -40,7 +41,7 @@ class _Rank:
 
     @property
     def key(self) -> str:
-        return f"{self.state.root}, {self.state.rank}" if self.state.root else str(self.state.rank)
+        return f"{self.state.root}/{self.state.rank}".lstrip("/")
 
     @property
     def runs(self) -> bool:
@@ -49,8 +50,8 @@ class _Rank:
     @property
     def ended_early(self) -> list[AttemptSummary]:
         """The attempts that ended before the rank was done."""
-        ended = self.history.attempts[:-1] if self.runs else self.history.attempts
-        return [attempt for attempt in ended if attempt.why != "done"]
+        last = self.history.attempts[-1:] if self.runs else []
+        return [attempt for attempt in self.history.attempts if attempt.why != "done" and attempt not in last]
 
 
 def gather(run: RunState) -> Page:
@@ -92,11 +93,11 @@ def _overall(run: RunState) -> str:
 
 
 def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
-    if without := sum(not one.history.attempts for one in ranks):
-        have = "has" if without == 1 else "have"
+    without = sum(not one.history.attempts for one in ranks)
+    if without:
         yield (
-            f"{without} of {plural(len(ranks), 'rank')} {have} no history: an earlier release does not write one. "
-            "Charts over time are without them; sums are not."
+            f"No history: {without} of {plural(len(ranks), 'rank')}. An earlier release does not write one. Charts "
+            "over time are without them; sums are not."
         )
     if not run.totals.exact:
         yield "Documents of chunks that are not committed are as of the last line of each history."
@@ -106,7 +107,8 @@ def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
 
 
 def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Iterator[Chart]:
-    time = time_axis([one.history for one in ranks], now if any(one.runs for one in ranks) else None)
+    until = [now for one in ranks if one.runs]
+    time = time_axis([one.history for one in ranks], *until[:1])
     if time is None:
         return
     for one in ranks:
@@ -156,16 +158,17 @@ def _spreads(histories: Sequence[History], requests: int) -> Table:
         requests: of all documents. Those of the last minutes before a kill are in no histogram.
     """
     found = [spread for history in histories for spread in history.spreads]
-    kinds = {"latency": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
-    rows, counted = [], 0
+    kinds = {"latency, ms": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
+    rows = []
+    counted = 0
     for kind, name in kinds.items():
         buckets = Buckets(sum((Counter(getattr(one, name)) for one in found), Counter()))
-        if number := sum(buckets.values()):
+        number = sum(buckets.values())
+        if number:
             counted = max(counted, number)
             limits = [_limit(buckets, share * number) for share in (0.5, 0.9, 0.99, 1.0)]
-            rows.append([kind, *(duration(one / 1000) if kind == "latency" else figure(one) for one in limits)])
-    of = f" of {figure(requests)}" if counted < requests else ""
-    note = f"{figure(counted)}{of} requests; numbers are rounded up, by a fifth at most."
+            rows.append([kind, *map(figure, limits)])
+    note = f"{figure(counted)} of {figure(requests)} requests; numbers are rounded up, by a fifth at most."
     return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
 
 
@@ -180,16 +183,21 @@ def _limit(buckets: Buckets, number: float) -> float:
 
 
 def _ranks(ranks: Sequence[_Rank]) -> Table:
-    rows, tones = [], list[Tone]()
+    rows = []
+    tones: list[Tone] = []
     for one in ranks:
-        state, share = one.state, one.state.position.share
-        share = 1.0 if state.state == "finished" else share
-        tone = _TONES.get(state.state, "")
-        if tone != "critical":
-            tone = "warning" if state.trouble == "slow" else ""
+        state = one.state
+        tone: Tone = ""
+        if state.state in ("damaged", "failed"):
+            tone = "critical"
+        elif state.trouble == "slow":
+            tone = "warning"
         tones.append(tone)
-        done = "" if share is None else percent(share)
-        pace = figure(state.documents / state.seconds) if state.seconds else ""
+        done = pace = ""
+        if state.share is not None:
+            done = percent(state.share)
+        if state.seconds:
+            pace = figure(state.documents / state.seconds)
         numbers = (state.number_of_attempts, state.chunks, state.unfinished_chunks, state.counts.dead)
         rows.append([one.key, state.state, figure(state.documents), done, pace, *map(figure, numbers), state.reason])
     note = "Documents per second of all attempts together."

@@ -96,7 +96,7 @@ class HistoryLog:
         for record in records:
             record.attempt = self._attempt
             if isinstance(record, Progress):
-                record.total = self.earlier.plus(record.own)
+                record.total = self.earlier + record.own
             lines.append(record.to_line())
         data = b"".join(lines)
         if self.size and self.size + len(data) > MAX_BYTES:

@@ -155,8 +155,7 @@ class WorkCounts:
     restarts: int = 0
     errors: dict[str, int] = field(default_factory=dict)
 
-    def plus(self, other: WorkCounts) -> WorkCounts:
-        """The sum of both."""
+    def __add__(self, other: WorkCounts) -> WorkCounts:
         names = dict.fromkeys([*self.errors, *other.errors])
         errors = {name: self.errors.get(name, 0) + other.errors.get(name, 0) for name in names}
         return WorkCounts(**{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS}, errors=errors)

@@ -22,6 +22,8 @@ _ADDED = (
     "seconds",
     "in_flight",
     "waiting",
+    "work",
+    "skipped",
 )
 
 
@@ -74,9 +76,7 @@ class RunNumbers:
         """Adds the numbers of others."""
         self.counts.add(other.counts)
         self.unfinished.add(other.unfinished)
-        self.work = self.work.plus(other.work)
         self.dead_letters.update(other.dead_letters)
         self.exact = self.exact and other.exact
-        self.skipped += other.skipped
         for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
-from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run, settings_in
+from datatrove_ckpt.checkpoint.identity import read_run, settings_in
 from datatrove_ckpt.checkpoint.job import removed_ranks
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
@@ -88,10 +88,6 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     if run:
         state.identity = {"format": run["format"], **settings_in(run)}
         state.tasks = int(state.identity.get("tasks") or state.tasks)
-    changes = run.get("accepted_changes", [])
-    with suppress(CheckpointError, OSError):
-        changes = changes + read_run(place.folder / layout.JOB).get("accepted_changes", [])
-    state.mixed = mixed_settings(changes)
     _sort_out(state, place.folder)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)

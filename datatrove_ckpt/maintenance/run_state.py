@@ -169,7 +169,6 @@ class RunState:
         newest: time of the newest change that was seen. ``read_at - newest`` is how old the data is.
         tasks: number of ranks of the run; 0 if nothing tells it.
         identity: the settings that all ranks share.
-        mixed: field, old and new value of settings with which some of the documents were made, and others.
         missing: ranks of the run that have no folder.
         gone: of these, ranks that had committed chunks: their folders were removed.
         foreign: ranks with higher numbers than the run has. They are nowhere counted.
@@ -183,7 +182,6 @@ class RunState:
     newest: float | None = None
     tasks: int = 0
     identity: dict[str, Any] = field(default_factory=dict)
-    mixed: list[tuple[str, str, str]] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)

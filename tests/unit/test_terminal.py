@@ -238,12 +238,12 @@ def test_the_first_answers_of_a_rank_are_no_pace(clock: Clock) -> None:
     for number in range(50):
         for second in range(11):
             clock.now += 1
-            progress.update(number, rank(second * 100, second * 100)._replace(total=1000))
+            progress.update(number, rank(second * 100, second * 100, 1000))
             progress.sample()
         progress.complete(number)
-    progress.update(50, rank(0, 0)._replace(total=1000))
+    progress.update(50, rank(0, 0, 1000))
     clock.now += 1
-    progress.update(50, rank(1, 1)._replace(total=1000))
+    progress.update(50, rank(1, 1, 1000))
     progress.sample()
     assert progress.seconds_left == pytest.approx(50 * 11, rel=0.1), "at this pace it would take 1000 s"
 

@@ -135,7 +135,6 @@ def _tables(run: RunState, ranks: Sequence[_Rank], ended: Sequence[tuple[str, At
     known = run.identity.items()
     identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
-    yield Table("Changed with accept_changes", ("name", "some documents", "other documents"), run.mixed)
 
 
 def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:

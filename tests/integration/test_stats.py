@@ -153,9 +153,7 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
     assert completed > 5 * len(counted)
 
 
-def test_an_old_checkpoint_gives_totals(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
+def test_an_old_checkpoint_gives_totals(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
     write_input(tmp_path)
     with crashed_in_the_middle(tmp_path):
         run(pipeline(tmp_path, server, config={"max_concurrent_generations": 1}))  # chunks are complete in their order

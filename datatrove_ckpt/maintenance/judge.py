@@ -6,21 +6,15 @@ systems neither can that of a process on another node. There, a rank runs as lon
 
 from __future__ import annotations
 
+import datetime
 import socket
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_log import (
-    RATE_SECONDS,
-    AttemptSummary,
-    Rates,
-    RecentHistory,
-    downtime,
-)
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Silence, WorkCounts
+from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History, Rates
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     RankLedger,
@@ -37,8 +31,6 @@ STUCK_SECONDS = 600.0
 ``MAX_RESTARTS`` is restarting."""
 SLOW_SHARE = 0.5
 """A rank that is slower than this share of the median is slow."""
-LOOP_ATTEMPTS = 3
-"""A rank is looping if so many attempts in a row ended, and none of them finished a document."""
 MAX_RESTARTS = 5
 """A rank is restarting if its servers were started again so often in ten minutes."""
 _MIN_PEERS = 4
@@ -57,27 +49,21 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     rank = RankState(ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None)
     rank.holder = ledger.holder
     if ledger.damage is not None:
-        rank.trouble = "damaged"
-        rank.reason = str(ledger.damage)
+        rank.need_attention("damaged", str(ledger.damage))
         return rank
-    sums = ledger.sums
     recent = ledger.history
     written = ledger.written
     rank.add(ledger.numbers())
     rank.last_commit = ledger.last_commit
     if rank.is_copy:
-        rank.last_commit = sums.at
+        rank.last_commit = ledger.sums.at
     rank.attempts = recent.attempts
-    rank.seconds = sums.seconds
     last = recent.last
-    if last is not None:
-        if last.documents.read or not rank.documents:  # else more is done than that line knows
-            rank.position = _reached(last, rank)
-        rank.seconds = max(rank.seconds, last.seconds.total)
+    if last is not None and (last.documents.read or not rank.documents):  # else more is done than that line knows
+        rank.position = _reached(last, rank)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        changes = [at for name, at in written.items() if name not in (RUN, CACHE)]
-        rank.last_change = min(now, max(changes, default=0.0))
+        rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
     if recent.last_at is None:
         times += [at for name, at in written.items() if name != COMMITS]
@@ -94,7 +80,7 @@ def _reached(last: Progress, rank: RankState) -> InputPosition:
     return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
 
 
-def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float, copied_at: float | None) -> None:
+def _judge(rank: RankState, recent: History, is_finished: bool, now: float, copied_at: float | None) -> None:
     """Sets state, trouble and reason, and what depends on the state."""
     attempt = rank.attempt
     # An attempt whose number the history does not have has ended before its first line.
@@ -113,13 +99,10 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.killed += 1
         rank.lost_in_flight += attempt.in_flight
         age = duration(max(0.0, now - attempt.last_seen))
-        rank.trouble = "lost"
-        rank.reason = (
-            f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {rank.process}"
-        )
+        how = f"attempt {attempt.number} was killed, or its node was lost"
+        rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
     else:
         _judge_ended(rank, attempt, now)
-    rank.downtime = downtime(rank.attempts)
 
 
 def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, uploaded: float) -> bool:
@@ -131,17 +114,17 @@ def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, upload
     return attempt.host != _HOST and now - attempt.last_seen <= SILENT_SECONDS
 
 
-def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded: float) -> None:
+def _judge_running(rank: RankState, recent: History, now: float, uploaded: float) -> None:
     last = recent.last
     if recent.last_at is None or last is None:
         return
     quiet = now - max(recent.last_at, uploaded)
-    allowed = COPY_SECONDS if rank.is_copy else SILENT_SECONDS
-    if quiet > allowed:
-        rank.trouble = "silent"
-        rank.reason = f"no word for {duration(quiet)} from {rank.process}"
+    limit = COPY_SECONDS if rank.is_copy else SILENT_SECONDS
+    if quiet > limit:
+        reason = f"no word for {duration(quiet)} from {rank.process}"
         if rank.holder is not None:
-            rank.reason += ", which holds its lock"
+            reason = f"{reason}, which holds its lock"
+        rank.need_attention("silent", reason)
         return
     seconds = recent.seconds
     if seconds:
@@ -161,111 +144,59 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
             rank.time_left = left
     rank.has_rate = seconds >= RATE_SECONDS - 1
     if last.silence.lasts:
-        rank.trouble = "stuck"
-        rank.outage = last.silence._replace(seconds=last.silence.seconds + now - last.at)
+        rank.need_attention("stuck", _silenced(last))
     elif last.wait.quiet >= STUCK_SECONDS:
-        rank.trouble = "stuck"
-        rank.reason = _stuck(recent, last, now)
+        rank.need_attention("stuck", _stuck(recent, last, now))
     else:
-        loop = _barren(rank)
-        if len(loop) >= LOOP_ATTEMPTS:
-            rank.trouble = "looping"
-            rank.reason = _looping(rank, loop, now)
-        else:
-            _judge_restarts(rank, recent, now)
+        _judge_restarts(rank, recent, now)
 
 
-def _barren(rank: RankState) -> list[AttemptSummary]:
-    """The last attempts that ended by themselves and finished no document."""
-    found: list[AttemptSummary] = []
-    for attempt in reversed(rank.attempts[:-1]):
-        is_barren = attempt.documents is None or (attempt.own == 0 and attempt.documents >= rank.documents)
-        if not is_barren or attempt.why in ("done", "stopped"):
-            break
-        found.append(attempt)
-    return found
-
-
-def _looping(rank: RankState, loop: list[AttemptSummary], now: float) -> str:
-    assert rank.attempt is not None
-    text = f"the last {len(loop)} attempts ended"
-    killed = sum(attempt.ended is None for attempt in loop)
-    if killed:
-        text += f", {killed} of them killed"
-    text += f", and no document was finished for {duration(now - loop[-1].started)}"
-    text += f"; attempt {rank.attempt.number} runs"
-    if loop[0].ended is not None:
-        text += f"; the last error: {loop[0].what}"
-    return text
-
-
-def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
+def _judge_restarts(rank: RankState, recent: History, now: float) -> None:
     lately = [event for event in recent.servers if now - event.at <= STUCK_SECONDS]
     restarts = sum(event.what == "restart" for event in lately)
-    if restarts < MAX_RESTARTS:
-        return
-    rank.trouble = "restarting"
-    rank.reason = f"its servers were started again {restarts} times in {duration(STUCK_SECONDS)}"
-    deaths = [event.why for event in lately if event.what == "death" and event.why]
-    if deaths:
-        rank.reason += f"; one died of: {deaths[-1]}"
+    if restarts >= MAX_RESTARTS:
+        reason = f"its servers were started again {restarts} times in {duration(STUCK_SECONDS)}"
+        deaths = [event.why for event in lately if event.what == "death" and event.why]
+        if deaths:
+            reason = f"{reason}; one died of: {deaths[-1]}"
+        rank.need_attention("restarting", reason)
 
 
-def find_outages(ranks: Sequence[RankState]) -> None:
-    """Gives the ranks that one outage has met one reason: they share a server, and lost it within a minute."""
-    met = [(rank.outage, rank) for rank in ranks if rank.outage is not None]
-    met.sort(key=lambda pair: (str(pair[0]), -pair[0].seconds))
-    first: Silence | None = None
-    for outage, rank in met:
-        if first is None or str(outage) != str(first) or first.seconds - outage.seconds > _MIN_SECONDS:
-            first = outage
-        seconds = duration(min(first.patience, first.seconds))
-        rank.reason = f"no answer for {seconds}: {first}; stops at {first.patience:g} s (server_patience_seconds)"
+def _silenced(last: Progress) -> str:
+    """To the minute, so that the ranks that one outage has met have one reason."""
+    since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
+    patience = f"{last.silence.patience:g} s (server_patience_seconds)"
+    return f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
 
 
-def _stuck(recent: RecentHistory, last: Progress, now: float) -> str:
+def _stuck(recent: History, last: Progress, now: float) -> str:
     nothing = f"no answer and no document for {duration(last.wait.quiet + now - last.at)}"
-    server = _server_at_work(recent, now)
-    if server:
-        return f"{nothing}: {server}"
+    words = {"start": "is starting", "restart": "is starting again", "death": "died"}
+    event = next(reversed(recent.servers), None)
+    if event is not None and event.what in words:
+        server = "its server"
+        if " " in event.name:  # of one of several models
+            server = f"{server} {event.name}"
+        text = f"{nothing}: {server} {words[event.what]} since {duration(now - event.at)}"
+        return f"{text} ({event.why})" if event.why else text
     text = f"{nothing}: {plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
-    first = recent.window[0] if recent.window else last
-    lately = Counter(last.own.errors) - Counter(first.own.errors)
-    if lately:
-        errors = ", ".join(f"{count} {name}" for name, count in lately.most_common(3))
-        text += f"; errors in the last {duration(recent.seconds)}: {errors}"
+    if recent.window is not None:
+        lately = Counter(last.own.errors)
+        lately.subtract(recent.window[0].own.errors)
+        errors = ", ".join(f"{count} {name}" for name, count in lately.most_common(3) if count > 0)
+        if errors:
+            text = f"{text}; errors in the last {duration(recent.seconds)}: {errors}"
     return text
-
-
-def _server_at_work(recent: RecentHistory, now: float) -> str:
-    """What the last line about a server says of one that does not serve; empty if it serves."""
-    if not recent.servers:
-        return ""
-    event = recent.servers[-1]
-    server = "its server"
-    if " " in event.name:  # of one of several models
-        server += f" {event.name}"
-    since = duration(now - event.at)
-    if event.what == "start":
-        return f"{server} is starting since {since}"
-    if event.what == "restart":
-        return f"{server} is starting again since {since}"
-    if event.what == "death":
-        return f"{server} died ({event.why})" if event.why else f"{server} died"
-    return ""
 
 
 def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
     ago = f"{duration(now - (attempt.ended or now))} ago"
     if attempt.why == "error":
         rank.state = "failed"
-        rank.trouble = "failed"
-        rank.reason = f"{ago} on {attempt.host}: {attempt.what}"
+        rank.need_attention("failed", f"{ago} on {attempt.host}: {attempt.what}")
     elif attempt.why == "stopped":
-        by = f" by {attempt.what}" if attempt.what else ""
         rank.state = "interrupted"
-        rank.trouble = "interrupted"
-        rank.reason = f"stopped{by} {ago}; what it did is saved"
+        rank.need_attention("interrupted", f"{attempt.how_it_ended} {ago}; what it did is saved")
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown
 
@@ -281,19 +212,16 @@ def find_slow(ranks: Sequence[RankState]) -> None:
     running = [rank for rank in running if not rank.wait.all_started]
     measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
     finished = [_speed(rank.work, rank.seconds) for rank in measured]
-    finished = [speed for speed in finished if speed.tokens]
-    peers = [_speed(rank.rates) for rank in running]
-    peers = [speed for speed in peers if speed.tokens] + finished
+    speeds = finished + [_speed(rank.rates) for rank in running]
+    peers = [(documents, tokens) for documents, tokens in speeds if tokens]
     if len(peers) < _MIN_PEERS:
         return
-    documents = statistics.median(speed.documents for speed in peers)
-    tokens = statistics.median(speed.tokens for speed in peers)
-    among = f" ({len(finished)} of them finished)" if finished else ""
+    documents, tokens = (statistics.median(numbers) for numbers in zip(*peers, strict=True))
     for rank in running:
         own = _speed(rank.rates)
-        if own.documents < SLOW_SHARE * documents and own.tokens < SLOW_SHARE * tokens:
-            rank.trouble = "slow"
-            rank.reason = f"{own.documents:.3g} documents/s; the median of {len(peers)} ranks{among} is {documents:.3g}"
+        if own[0] < SLOW_SHARE * documents and own[1] < SLOW_SHARE * tokens:
+            median = f"the median of {len(peers)} ranks is {documents:.3g}"
+            rank.need_attention("slow", f"{own[0]:.3g} documents/s; {median}")
 
 
 def find_left(ranks: Sequence[RankState]) -> None:
@@ -302,20 +230,12 @@ def find_left(ranks: Sequence[RankState]) -> None:
         return
     for rank in ranks:
         if rank.state == "unfinished" and rank.trouble is None:
-            rank.trouble = "unfinished"
-            rank.reason = "nothing runs, and it is not finished; what it did is saved"
+            rank.need_attention("unfinished", "nothing runs, and it is not finished; what it did is saved")
 
 
-class _Speed(NamedTuple):
-    """Per second; ``tokens`` are requests, if no server counts tokens."""
-
-    documents: float
-    tokens: float
-
-
-def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> _Speed:
-    tokens = done.prompt_tokens + done.completion_tokens or done.requests
-    return _Speed(done.documents / seconds, tokens / seconds)
+def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
+    """Documents and tokens per second of what was done in so many; requests, if no server counts tokens."""
+    return done.documents / seconds, (done.prompt_tokens + done.completion_tokens or done.requests) / seconds
 
 
 def done_rates(counts: DocumentCounts, done: int) -> Rates:

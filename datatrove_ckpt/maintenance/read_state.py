@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run, settings_in
+from datatrove_ckpt.checkpoint.identity import read_run, settings_in
 from datatrove_ckpt.checkpoint.job import removed_ranks
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
@@ -28,7 +28,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
-from datatrove_ckpt.maintenance.judge import find_left, find_outages, find_slow, rank_state
+from datatrove_ckpt.maintenance.judge import find_left, find_slow, rank_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.sums import add_up
 from datatrove_ckpt.maintenance.where import Place
@@ -59,7 +59,12 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         ConfigError: there is no rank, or this user may not read one.
     """
     found = find_ranks(place.folder)
-    state = RunState(place.what, place.is_copy, time.time() if now is None else now)
+    if now is None:
+        now = time.time()
+    state = RunState(place.what, place.is_copy, now)
+    if place.config:
+        state.given = place.given
+        state.tasks = place.tasks
     limits = Limits(min(_MOST_BYTES, _JOURNAL_BYTES // len(found)), min(_MOST_BYTES, _LETTER_BYTES // len(found)))
     tasks = [
         (root, number, folder, limits, state.read_at, _copied_at(place, root, number)) for root, number, folder in found
@@ -75,16 +80,8 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     run = _first_run(state.ranks)
     if run:
         state.identity = {"format": run["format"], **settings_in(run)}
-    changes = run.get("accepted_changes", [])
-    with suppress(CheckpointError, OSError):
-        changes = changes + read_run(place.folder / layout.JOB).get("accepted_changes", [])
-    state.mixed = mixed_settings(changes)
-    state.tasks = int(state.identity.get("tasks") or 0)
-    if place.config:
-        state.given = place.given
-        state.tasks = state.tasks or place.tasks
+        state.tasks = int(state.identity.get("tasks") or state.tasks)
     _sort_out(state, place.folder)
-    find_outages(state.ranks + state.retries)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
@@ -118,9 +115,7 @@ _WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
 
 def _read_all(tasks: list[_Task]) -> list[RankState]:
     """Reads the ranks; very many of them in several processes. A fork is safe only while there is one thread."""
-    processes = 1
-    if hasattr(os, "sched_getaffinity"):
-        processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     if len(tasks) < _MANY or processes < 2 or threading.active_count() > 1:
         return _read_some(tasks)
     parts = [tasks[start : start + _PART] for start in range(0, len(tasks), _PART)]

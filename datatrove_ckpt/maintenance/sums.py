@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from datatrove_ckpt.checkpoint.history_log import (
+from datatrove_ckpt.checkpoint.history_read import (
     RATE_SECONDS,
     Rates,
 )
@@ -73,14 +73,15 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
 
 def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
     """Start and end of each attempt. One that runs has worked until now, though its last line is older."""
-    for attempt in rank.attempts:
-        end = attempt.ended or attempt.last_seen
-        if attempt is rank.attempt:
-            if rank.state == "running" and not rank.is_copy:
-                end = now
-            elif not attempt.ended:
-                end = max(end, rank.last_change)
-        yield attempt.started, end
+    for attempt in rank.attempts[:-1]:
+        yield attempt.started, attempt.ended or attempt.last_seen
+    last = rank.attempt
+    if last is None:
+        return
+    if rank.state == "running" and not rank.is_copy:
+        yield last.started, now
+    else:
+        yield last.started, last.ended or max(last.last_seen, rank.last_change)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -99,8 +100,7 @@ def _average(totals: Totals) -> Rates:
     if not seconds or (seconds < _FIRST_SECONDS and totals.killed):
         return Rates()
     average = Rates()
-    for counts in (totals.counts, totals.unfinished):
-        average.add(done_rates(counts, 0), 1 / seconds)
+    average.add(done_rates(totals.done, 0), 1 / seconds)
     return average
 
 
@@ -124,8 +124,6 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
-    if totals.average.documents:
-        totals.average.input = done / totals.working_seconds
     totals.time_left = _time_left(totals, ranks)
 
 
@@ -135,13 +133,10 @@ def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
         return None
     halted = [rank for rank in ranks if not rank.goes_on]
     totals.halted = len(halted)
-    rest = 0
-    for rank in halted:
-        if rank.position.total is not None:
-            rest += rank.position.total - rank.position.done
+    rest = sum((one.position.total or 0) - one.position.done for one in halted if one.position.total is not None)
     left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
     left = max(left, *(rank.time_left or 0.0 for rank in ranks))
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
-    if left >= quiet:
-        return left
-    return None
+    if left < quiet:
+        return None
+    return left

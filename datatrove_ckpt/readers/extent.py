@@ -114,11 +114,6 @@ class InputExtent:
         self._is_near = is_near
         self._is_measured = rows is not None
 
-    @property
-    def is_measuring(self) -> bool:
-        """Sizes are being looked up."""
-        return self.measuring is not None and self.measuring.is_alive()
-
     def file(self, index: int, bytes_before: int, size: int) -> FileExtent:
         """The extent of one file, whose format is still to fill it in."""
         if self.unit == "rows":

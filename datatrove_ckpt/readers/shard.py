@@ -50,7 +50,7 @@ class ShardRecord:
 
     def to_json(self) -> dict[str, Any]:
         readers = [asdict(reader) | {"files": list(map(list, reader.files))} for reader in self.readers]
-        content: dict[str, Any] = {"skipped": self.skipped.to_json(), "readers": readers}
+        content: dict[str, Any] = {"skipped": list(self.skipped), "readers": readers}
         if self.pipeline is not None:
             content["pipeline"] = list(map(asdict, self.pipeline))
         return content

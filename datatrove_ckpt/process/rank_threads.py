@@ -15,6 +15,7 @@ The loop runs in the main thread, as that of a single rank does, and what blocks
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -69,7 +70,7 @@ class RankThreads(Generic[_Result]):
         self._failure: BaseException | None = None
 
     def work_through(self, ranks: Iterable[int]) -> None:
-        """Returns when all of them have ended.
+        """Returns when all of them have ended. Each is asked for, in a thread, when there is room for it.
 
         Raises:
             BaseException: of the rank that failed first. All others have drained.
@@ -86,9 +87,13 @@ class RankThreads(Generic[_Result]):
         time_limit = asyncio.create_task(self._preemption.watch_time_limit())
         running: set[asyncio.Task[None]] = set()
         try:
-            for order, rank in enumerate(ranks):
+            iterator = iter(ranks)
+            for order in itertools.count():
                 await self._until_room(running, servers)
                 if self._ends:
+                    break
+                rank = await asyncio.to_thread(next, iterator, None)  # it may look at a remote
+                if rank is None:
                     break
                 host = HostLoop(asyncio.get_running_loop(), servers, order, rank, self._preemption.shutdown)
                 self._hosts.append(host)

@@ -39,7 +39,8 @@ ROOMS = {
     "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
-    "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
+    "executor": "errors formatting redaction retrying process checkpoint mirror claims inference.servers generation"
+    " runner preflight",
     "jobs_executor": "errors formatting redaction retrying config process mirror claims runner preflight executor",
     "cli": "errors formatting redaction retrying config process checkpoint maintenance preflight executor"
     " jobs_executor",

@@ -102,6 +102,7 @@ def _check_tasks(plan: RunPlan) -> None:
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Checks, runs, and turns errors and signals into messages and exit codes."""
     started = False
+    of_part = arguments.worker or arguments.rank is not None
     interruption = Interruption([name for runner in plan.runners for name in runner.step.drain_signals])
     try:
         with interruption:
@@ -116,6 +117,10 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 _retry_dead_letters(plan)
             # Complete ranks have dead letters, too.
             executor.skip_completed = executor.skip_completed and not plan.retries
+            if arguments.worker:
+                started = True
+                _work(executor)
+                return 0
             if isinstance(executor, JobsPipelineExecutor):
                 executor.check()
             with checkpoints_seen(executor):
@@ -128,7 +133,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters).")
-                return fail(left, exit_code(left, arguments.rank))
+                return fail(left, exit_code(left, of_part))
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
@@ -136,17 +141,23 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             raise
         return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
     except Exception as error:
-        if isinstance(error, ConfigError) and not started and arguments.rank is None:
+        if isinstance(error, ConfigError) and not started and not of_part:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, arguments.command)
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments, plan), exit_code(own, arguments.rank))
+        return fail(_with_command(own, arguments, plan), exit_code(own, of_part))
     finally:
         say_errors_later(False)
     return 0
+
+
+def _work(executor: LocalPipelineExecutor) -> None:
+    executor._quiet = QuietErrors(said_later=True)
+    completed = executor.run_worker()
+    say(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
 
 
 def _warn_of_hub(plan: RunPlan) -> None:
@@ -157,9 +168,9 @@ def _warn_of_hub(plan: RunPlan) -> None:
                 logger.warning(f"{finding.what}: {finding.message}")
 
 
-def exit_code(error: Exception, rank: int | None) -> int:
-    """Of a run that an error stopped. Of one rank: see ``code_of_rank``. Other runs end with 1: scripts know it."""
-    return 1 if rank is None else code_of_rank(error)
+def exit_code(error: Exception, of_part: bool) -> int:
+    """Of a run that an error stopped. Of a rank, or a worker: ``code_of_rank``. Others end with 1: scripts know it."""
+    return code_of_rank(error) if of_part else 1
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:

@@ -68,6 +68,8 @@ def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
     """
     content, rank = read_config(arguments.config, arguments.overrides), arguments.rank
     executor = build(content)
+    if arguments.worker:
+        return content, _as_worker(executor, content, arguments)
     if rank is None:
         return content, executor
     if arguments.start_over:
@@ -80,6 +82,28 @@ def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
     given = content["executor"].get("init_args") or {}
     content["executor"]["init_args"] = given | {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
     return content, build(content)
+
+
+def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> PipelineExecutor:
+    """
+    Raises:
+        ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
+    """
+    for name in ("rank", "retry_dead_letters", "start_over", "repair", "fail_on_dead_letters"):
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: is for a run of all tasks, or for one. Give it without --worker.")
+    from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
+
+    refuse_other_kinds(executor, "--worker")
+    given = content["executor"].get("init_args") or {}
+    if not given.get("logging_dir"):
+        raise ConfigError("executor: logging_dir: --worker needs one, where workers find each other's claims.")
+    if given.get("workers", 1) != 1:
+        print(f"workers: {given['workers']}: --worker is one process; start as many as you want.", file=sys.stderr)
+    content["executor"]["init_args"] = given | {"workers": 1}
+    return build(content)
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -335,5 +335,5 @@ def test_a_hub_that_is_away_before_a_rank_starts_does_not_fail_the_job(
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_exit_codes_of_a_rank_are_told_apart(error: errors.CkptError, code: int) -> None:
-    assert exit_code(error, 0) == code
-    assert exit_code(error, None) == 1, "scripts know it"
+    assert exit_code(error, True) == code
+    assert exit_code(error, False) == 1, "scripts know it"

@@ -147,8 +147,8 @@ def rank_of_many() -> int | None:
     return None if host is None else host.rank
 
 
-async def run_hosted(run: Callable[[], None], name: str, host: HostLoop | None = None) -> None:
-    """Calls ``run`` in a thread, which uses the running loop as its event loop. Returns when it has ended.
+async def run_hosted(run: Callable[[], _Result], name: str, host: HostLoop | None = None) -> _Result:
+    """Calls ``run`` in a thread, which uses the running loop as its event loop. Returns its result when it has ended.
 
     Args:
         name: of the thread.
@@ -163,11 +163,12 @@ async def run_hosted(run: Callable[[], None], name: str, host: HostLoop | None =
     ended: asyncio.Future[BaseException | None] = loop.create_future()
     context = contextvars.copy_context()
     context.run(_host.set, host)
+    results: list[_Result] = []
 
     def work() -> None:
         error: BaseException | None = None
         try:
-            context.run(run)
+            results.append(context.run(run))
         except BaseException as raised:
             error = raised
         if not loop.is_closed():
@@ -186,3 +187,4 @@ async def run_hosted(run: Callable[[], None], name: str, host: HostLoop | None =
         raise cancellation
     if (failure := ended.result()) is not None:
         raise failure
+    return results[0]

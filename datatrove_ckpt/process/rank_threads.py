@@ -137,22 +137,17 @@ class RankThreads:
         running -= ended
 
     async def _work(self, rank: int, host: HostLoop) -> None:
-        results: list[Any] = []
         try:
-            await run_hosted(partial(self._run_into, results, rank), f"rank {rank}", host)
+            result = await run_hosted(partial(self._run, rank), f"rank {rank}", host)
+            self._tasks.done(rank, result)
         except BaseException as error:
             if self._failure is None:
                 self._failure = error
                 if not self._preemption.shutdown.is_requested:
                     self._tasks.failed(rank, error)
                 self._stop()
-        else:
-            self._tasks.done(rank, results[0])
         finally:
             self._hosts.remove(host)
-
-    def _run_into(self, results: list[Any], rank: int) -> None:
-        results.append(self._run(rank))
 
     def _stop(self) -> None:
         """Stops all ranks if the process stops or a rank has failed. Perhaps in a signal handler."""

@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         task: None: the worker ends, and with it all its tasks that are not done.
-        end: "stopped" is the end that a signal asked for; then and after "failed" the worker ends.
+        end: "stopped" is the end that a signal asked for. Then and after "failed" the worker ends.
         value: the task's result, the error, or the number of the signal.
     """
 
@@ -104,7 +104,7 @@ class _Worker:
     def __init__(self, connection: Any, numbers: Sequence[int]) -> None:
         self._connection = connection
         self._at_work: set[int] = set()
-        self._ends = False  # the parent knows why
+        self._has_failed = False  # as the parent knows
         self._stop_signal: int | None = None
         self._pid = os.getpid()
         for number in numbers:
@@ -118,6 +118,8 @@ class _Worker:
         except BaseException as error:
             self.failed(None, error)
         finally:
+            if self._stop_signal is not None:
+                self._send(Outcome(None, "stopped", self._stop_signal))
             self._send(CLOSED)
 
     def next(self) -> int | None:
@@ -141,8 +143,9 @@ class _Worker:
             return None
         if task is not None:
             self._at_work.add(task)
-            if self._stop_signal is not None:  # it came before the task
-                raise SystemExit
+        if self._stop_signal is not None:  # it came before the task
+            self._at_work.clear()
+            return None
         return task
 
     def done(self, task: int, value: Any) -> None:
@@ -153,12 +156,11 @@ class _Worker:
     def failed(self, task: int | None, error: BaseException) -> None:
         end_fork(self._pid, error)
         self._at_work.clear()
-        if self._ends:
-            return
-        self._ends = True
-        if self._stop_signal is not None and (not isinstance(error, Exception) or isinstance(error, Preempted)):
-            self._send(Outcome(None, "stopped", self._stop_signal))
-        else:
+        is_stopped = self._stop_signal is not None and (
+            not isinstance(error, Exception) or isinstance(error, Preempted)
+        )
+        if not self._has_failed and not is_stopped:
+            self._has_failed = True
             self._send(Outcome(task, "failed", _sendable(error, task)))
 
     def _send(self, message: object) -> None:

@@ -218,6 +218,20 @@ def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_p
         assert dict(workers.run([7])) == {7: "done"}
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(tmp_path: Path, is_async: bool) -> None:
+    def work(slot: int, tasks: Tasks) -> None:
+        if not (tmp_path / "signalled").exists():
+            (tmp_path / "signalled").touch()
+            signal.raise_signal(signal.SIGTERM)
+        task = asyncio.run(tasks.wait_for_next()) if is_async else tasks.next()
+        if task is not None:
+            tasks.done(task, "done")
+
+    with several(work) as workers:
+        assert dict(workers.run([7])) == {7: "done"}
+
+
 class Stubborn(Exception):
     def __init__(self, first: str, second: str) -> None:  # so it cannot be unpickled
         super().__init__(first)

@@ -247,6 +247,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             error.add_note(f"The traceback is in the log of task {rank}: {log}")
             raise
 
+    def is_rank_completed(self, rank: int) -> bool:
+        try:
+            return bool(super().is_rank_completed(rank))
+        except KeyError:  # by huggingface_hub, if the folder of a bucket appears while it is looked for
+            return False  # a rank that was complete nevertheless finds that in its checkpoint
+
     def get_incomplete_ranks(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """As datatrove's, from a new listing: other processes write there, and fsspec keeps listings."""
         for name in ("completions/00000", "stats/00000.json"):  # of the parents of a path
@@ -299,7 +305,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             owner = new_owner()
             store = open_store(f"{self._folder.rstrip('/')}/claims", owner)
             apart = copy(self)
-            apart.logging_dir = DataFolder(self._folder, skip_instance_cache=True)  # see ``ObjectStore``
+            apart.logging_dir = _own_listings(self.logging_dir)
             incomplete = partial(apart.get_incomplete_ranks, range(self.world_size), True)
             alone = self._most_at_once == 1
             in_order = not self._is_worker
@@ -545,7 +551,9 @@ def _run_rank(
 ) -> PipelineStats | None:
     """Runs one rank, which starts in this folder: a step of another rank may have changed it. None: it has not run."""
     os.chdir(folder)
-    return make_executor()._run_if_free(rank, slot)
+    executor = make_executor()
+    executor.logging_dir = _own_listings(executor.logging_dir)
+    return executor._run_if_free(rank, slot)
 
 
 def _if_run(done: _Done) -> Callable[[int, PipelineStats | None], None]:
@@ -556,6 +564,17 @@ def _if_run(done: _Done) -> Callable[[int, PipelineStats | None], None]:
             done(rank, stats)
 
     return take
+
+
+def _own_listings(folder: DataFolder) -> DataFolder:
+    """Returns the same folder. A remote one gets a file system of its own: fsspec keeps listings, which threads must
+    not share.
+    """
+    if folder.is_local():
+        return folder
+    shared = folder.fs
+    own = type(shared)(*shared.storage_args, skip_instance_cache=True, **shared.storage_options)
+    return DataFolder(folder.path, fs=own)
 
 
 def _close_servers() -> None:

@@ -32,6 +32,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     parse_line,
 )
 from datatrove_ckpt.checkpoint.lines import BODY_AT, explained, last_lines
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
@@ -54,6 +55,7 @@ class HistoryLog:
     Attributes:
         earlier: what all attempts did until the last progress line that was there.
         position: the input's position in that line.
+        skipped: the lines of the input that were no documents, in that line.
         unsynced: whether power loss may cost a line.
         generation: how often the file was replaced. It counts before that is done, so that whoever has opened the file
             and then finds the same number has the file of that number.
@@ -62,7 +64,9 @@ class HistoryLog:
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self._attempt = attempt
-        self.earlier, self.position = WorkCounts(), InputPosition()
+        self.earlier = WorkCounts()
+        self.position = InputPosition()
+        self.skipped = SkippedLines()
         content = self._read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
@@ -70,7 +74,9 @@ class HistoryLog:
         for line in reversed(content[:whole].splitlines(keepends=True)):
             record = parse_line(line) if is_progress_line(line) else None
             if isinstance(record, Progress):
-                self.earlier, self.position = record.total, record.position
+                self.earlier = record.total
+                self.position = record.position
+                self.skipped = record.skipped
                 break
         self._file = files.AppendFile(path)
         self.unsynced = False

@@ -318,6 +318,7 @@ class RankFiles:
 
         An attempt that has read nothing yet is where the one before it was; one that is done is at the end.
         """
+        progress.skipped = progress.skipped or self._history.skipped
         position = progress.position if progress.position.unit is not None else self._history.position
         if is_done and position.total is not None:
             position = position._replace(done=position.total)

@@ -52,6 +52,7 @@ _SPREAD_EVERY = 10
 _RECENT = 4096
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
+_SHOWN_ID = 200  # characters of a document's id
 
 
 class Newest:
@@ -306,7 +307,7 @@ class RankReporter:
         attempts = [attempt for client in self.clients if (attempt := client.oldest) is not None]
         oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
         seconds = 0.0 if oldest is None else round(time.monotonic() - oldest.started_at, 1)
-        document = "" if oldest is None else oldest.request.document
+        document = "" if oldest is None else redact(oldest.request.document[:_SHOWN_ID])
         return Wait(round(self._newest.seconds, 1), seconds, document, all_started)
 
     def spread(self) -> Spread:

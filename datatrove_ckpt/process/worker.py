@@ -128,7 +128,8 @@ class _Worker:
 
     async def wait_for_next(self) -> int | None:
         self._send(READY)
-        loop, has_come = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        has_come = asyncio.Event()
         loop.add_reader(self._connection.fileno(), has_come.set)
         try:
             await has_come.wait()

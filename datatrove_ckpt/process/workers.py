@@ -67,6 +67,7 @@ class _Process:
         self.tasks: set[int] = set()
         self.is_ready = False  # for a task
         self.was_ready = False
+        self.is_ending = False  # it has stopped, or gets no more tasks
         self.is_failing = False  # a task of it has failed, and the others drain
         self.stopped = ""  # by which signal, if it ends for that reason
         self.ends_by: float | None = None  # it is killed then
@@ -218,7 +219,8 @@ class Workers:
 
     @property
     def _idle(self) -> int:
-        return sum(not worker.tasks for worker in self._workers)
+        """How many workers have no task and will ask for one."""
+        return sum(not worker.tasks and not worker.is_ending for worker in self._workers)
 
     def _start(self) -> None:
         """Starts as many workers as there are tasks that nobody has, and places."""
@@ -251,6 +253,7 @@ class Workers:
             elif worker.tasks:
                 continue
             worker.is_ready = False
+            worker.is_ending = task is None
             worker.send(task)
 
     def _take(self, worker: _Process) -> int | None:
@@ -307,20 +310,22 @@ class Workers:
         if self._stops:
             return
         if worker.tasks:
-            self._give_back(worker.tasks, worker.stopped or f"its worker process {how}")
+            self._give_back(worker.tasks, worker.stopped, how)
         elif not worker.was_ready:
             self._failed_starts += 1
             if self._failed_starts >= self.max_attempts:
                 self._error = _cannot_start(f"the last one {how}")
 
-    def _give_back(self, tasks: set[int], why: str) -> None:
-        """Tasks whose worker ended before them."""
-        if len(tasks) > 1:
+    def _give_back(self, tasks: set[int], stopped: str, how: str) -> None:
+        """Tasks whose worker ended before them: ``stopped`` by a signal to it alone, or ``how``."""
+        is_unexplained = len(tasks) > 1 and not stopped
+        why = stopped or f"its worker process {how}"
+        if is_unexplained:
             self._suspects |= tasks
             why += f", which had {len(tasks)} tasks at work"
         for task in sorted(tasks, reverse=True):
             how = "alone"
-            if len(tasks) == 1:
+            if not is_unexplained:
                 self._deaths[task] += 1
                 how = f"(attempt {self._deaths[task] + 1} of {self.max_attempts})"
             if self._deaths[task] == self.max_attempts:

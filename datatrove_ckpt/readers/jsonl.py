@@ -193,7 +193,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             self._parsing += time.perf_counter() - began
 
     def _timed(self, blocks: Iterator[T]) -> Iterator[T]:
-        """The same blocks. What ``_parse`` takes for each goes to the stats: for each line, that would take longer."""
+        """Yields the blocks. The stats get the time that ``_parse`` took for a block: each line would cost too much."""
         for block in blocks:
             self._parsing = 0.0
             try:

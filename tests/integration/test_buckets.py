@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import xxhash
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from huggingface_hub import HfApi, HfFileSystem
+from huggingface_hub.errors import EntryNotFoundError
 
 from datatrove_ckpt import LocalPipelineExecutor, executor
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
@@ -238,6 +240,22 @@ def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: F
     executor._saved_stats(step.logging_dir, 1)
     assert mirrored.read_object(Part(name, 7, xxhash.xxh3_128_hexdigest(b"content"))) == b"content"
     assert mirrored.list_objects() == {("objects", name)}
+
+
+def test_a_marker_that_is_written_while_its_folder_is_looked_for(job: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
+    list_tree = HfFileSystem._ls_tree
+
+    def another_rank_completes(files: HfFileSystem, path: str, **kwargs: Any) -> Any:
+        try:
+            return list_tree(files, path, **kwargs)
+        except EntryNotFoundError:  # HfFileSystem lists the parent then
+            job.put("org/job", {"logs/completions/00000": b""}, kind="bucket")
+            raise
+
+    monkeypatch.setattr(HfFileSystem, "_ls_tree", another_rank_completes)
+    assert not step.is_rank_completed(1)
+    assert step.get_incomplete_ranks() == [1]
 
 
 def test_what_the_hub_refuses_is_one_line_that_names_the_setting_and_what_to_do(

@@ -153,8 +153,8 @@ from datatrove_ckpt.inference.client.client import CompletionClient
 
 complete = CompletionClient.complete
 
-async def noted(self, body, way=None):
-    answer = await complete(self, body, way)
+async def noted(self, body, way=None, request=None):
+    answer = await complete(self, body, way, request)
     with open("answered", "a") as file:
         file.write(f"{self._config.name} {hash(body)}\\n")
     return answer

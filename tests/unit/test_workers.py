@@ -232,6 +232,36 @@ def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(tmp_pa
         assert dict(workers.run([7])) == {7: "done"}
 
 
+def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path: Path) -> None:
+    def work(slot: int, tasks: Tasks) -> None:
+        task = tasks.next()
+        assert task is not None
+        (tmp_path / f"{slot} has a task").touch()
+        until((tmp_path / "1 has a task").exists)
+        if slot and not (tmp_path / "died").exists():
+            until((tmp_path / "ends").exists)
+            (tmp_path / "died").touch()
+            os._exit(1)
+        tasks.done(task, slot)
+        assert tasks.next() is None
+        (tmp_path / ("again" if slot else "ends")).touch()
+        until((tmp_path / "again").exists)
+
+    with several(work, 2) as workers:
+        assert sorted(slot for _, slot in workers.run(range(2))) == [0, 1]
+
+
+def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(tmp_path: Path) -> None:
+    def work(slot: int, tasks: Tasks) -> None:
+        if not (tmp_path / "first").exists():
+            (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
+            signal.raise_signal(signal.SIGTERM)
+        asyncio.run(takes_what_comes(tmp_path, tasks))
+
+    with several(work) as workers:
+        assert dict(workers.run(range(2))) == {0: {0, 1}, 1: {0, 1}}
+
+
 class Stubborn(Exception):
     def __init__(self, first: str, second: str) -> None:  # so it cannot be unpickled
         super().__init__(first)

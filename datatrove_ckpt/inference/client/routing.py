@@ -348,8 +348,10 @@ class Router:
 
     def oldest_of(self, sender: Sender) -> Attempt | None:
         """The oldest attempt of a rank that is under way; None if there is none."""
-        attempts = [attempt for target in self.targets for attempt in target.attempts]
-        own = (attempt for attempt in attempts if attempt.request.sender is sender)
+        own = []
+        for target in self.targets:
+            attempts = list(target.attempts)  # a copy, because other threads ask, too
+            own += [attempt for attempt in attempts if attempt.request.sender is sender]
         return min(own, key=lambda attempt: attempt.started_at, default=None)
 
     @property

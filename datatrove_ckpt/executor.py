@@ -39,7 +39,7 @@ from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
     DocumentError,
-    Fenced,
+    GivenUp,
     UnexpectedExit,
     WorkerDied,
 )
@@ -91,7 +91,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     pipeline: list[PipelineStep]
     skip_completed: bool
-    _is_worker = False
+    _is_worker = False  # ends when no rank is free
+    _takes_ranks = False  # that no other process has
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 screen.complete(rank)
 
         with self._screen(len(local), complete, stats) as screen:
-            self._run_claimed(ranks, screen, done)
+            self._run_ranks(ranks, screen, done)
         if complete < len(local):  # other processes have completed the others
             stats = stats_of_complete(self.logging_dir, local)
         for seconds in _MARKER_LOOKS:
@@ -214,6 +215,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         Raises:
             ConfigError: ``logging_dir`` cannot hold claims.
+            GivenUp: no task is free, and some were given up, by this process or another one.
+            CheckpointLocked: another process runs all tasks.
             CkptError: a task failed by something that may pass, or is wrong for all tasks.
             KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have drained.
         """
@@ -222,7 +225,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         check_before_worker(self)
         worker = copy(self)
         worker.workers = 1
-        worker._is_worker = True
+        worker._is_worker = worker._takes_ranks = True
         local = range(self.world_size)
         ranks = self.get_incomplete_ranks(local)
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
@@ -234,7 +237,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 screen.complete(rank)
 
         with self._screen(len(local), len(local) - len(ranks), stats) as screen:
-            worker._run_claimed(ranks, screen, done)
+            worker._take_and_run(ranks, screen, done)
         return len(completed)
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
@@ -279,16 +282,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), min(intervals))
 
     @property
-    def _claims_ranks(self) -> bool:
-        """Other processes may take ranks of this run, now or later, and what they do is safe."""
+    def _may_have_workers(self) -> bool:
+        """Processes may take ranks of this run by themselves (``run_worker``), and what they do is safe."""
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
         if not runners or any(runner.checkpoints_local_dir is None for runner in runners):
             return False
         from datatrove_ckpt.mirror.object_store import bucket_for
 
-        has_all = self.local_tasks == self.world_size > 1
-        is_for_many = has_all and self.skip_completed and bucket_for(self._folder) is None
-        return self._is_worker or is_for_many
+        return self.skip_completed and self.local_tasks == self.world_size > 1 and bucket_for(self._folder) is None
 
     @property
     def _folder(self) -> str:
@@ -302,7 +303,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         key = os.getpid(), self._folder
         if key not in _open_claims:
-            owner = new_owner()
+            owner = new_owner(is_run=not self._takes_ranks)
             store = open_store(f"{self._folder.rstrip('/')}/claims", owner)
             apart = copy(self)
             apart.logging_dir = _own_listings(self.logging_dir)
@@ -322,45 +323,59 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return mirrored_progress([f"{url}/{rank:05d}" for url in urls])
         return local_progress([rank_folder(runner.checkpoints_root, rank) for runner in runners])
 
-    def _run_claimed(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a worker ends.
+    def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
+        """Runs the ranks; beside workers those that they do not run, and waits for the others.
 
-        Raises:
-            CkptError: ranks were given up.
+        Without workers, no rank is claimed: whoever would join sees this process, and is refused.
         """
-        if not self._claims_ranks:
+        if not self._may_have_workers:
             self._run_all(ranks, screen, done)
             return
         try:
-            self._run_free(self._claims, ranks, screen, done)
+            self._claims.clear()
+            workers = self._claims.workers()
+            if not workers:
+                self._run_all(ranks, screen, done)
+                return
         finally:
             _close_claims()
+        logger.info(f"Other processes take tasks of this job, and so does this one: {', '.join(workers)}.")
+        joined = copy(self)
+        joined._takes_ranks = True
+        joined._take_and_run(ranks, screen, done)
 
-    def _run_free(self, claims: Claims, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        if not self._is_worker:
-            claims.clear()
-        is_waiting = False
-        while True:
+    def _take_and_run(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
+        """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a worker ends.
+
+        Raises:
+            GivenUp: some ranks were given up.
+            CheckpointLocked: this is a worker, and there is a process that runs all ranks.
+        """
+        claims = self._claims
+        try:
+            is_waiting = False
+            while left := set(self.get_incomplete_ranks(ranks)) - claims.done - claims.given_up().keys():
+                free = claims.free()
+                if free:
+                    self._run_all(free, screen, done)
+                elif self._is_worker:
+                    break
+                elif not is_waiting:
+                    others = ", ".join(claims.workers()) or "other processes"
+                    logger.info(f"{plural_is(len(left), 'task')} run by {others}. Waiting for them.")
+                is_waiting = not free
+                if is_waiting:
+                    time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
+            runs = claims.runs()
+            if left and self._is_worker and runs:
+                raise _runs_all(runs)
             given_up = claims.given_up()
-            left = set(self.get_incomplete_ranks(ranks)) - claims.done - given_up.keys()
-            if not left:
-                break
-            free = claims.free()
-            if free:
-                self._run_all(free, screen, done)
-            elif self._is_worker:
-                return
-            elif not is_waiting:
-                others = ", ".join(claims.names_of_others()) or "other processes"
-                logger.info(f"{plural_is(len(left), 'task')} run by {others}. Waiting for them.")
-            is_waiting = not free
-            if is_waiting:
-                time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
-        if self._is_worker:
-            return
-        if given_up:
-            raise _given_up(given_up, self.world_size)
-        claims.clear()
+            if given_up:
+                raise _given_up(given_up, self.world_size)
+            if not self._is_worker:
+                claims.clear()
+        finally:
+            _close_claims()
 
     def _run_all(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         overlap = self._most_at_once > 1 and len(ranks) > self.workers
@@ -368,7 +383,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             self._in_workers(ranks, screen, overlap, done)
             return
         wanted: Iterable[int] = ranks
-        if self._claims_ranks:
+        if self._takes_ranks:
             wanted = iter(self._claims.next, None)
         self._work_through(TaskList(wanted, _if_run(done)), self._copy, 0, overlap)
 
@@ -378,7 +393,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         Raises:
             BaseException: of the rank; but a worker goes on if only this rank is wrong.
         """
-        if not self._claims_ranks:
+        if not self._takes_ranks:
             return self._run_one(rank, slot)
         claims = self._claims
         if not claims.take(rank):
@@ -387,8 +402,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             stats = self._run_one(rank, slot)
         except CheckpointLocked as error:
             claims.lost(rank)
-            if not self._is_worker and not isinstance(error, Fenced):  # of a process without claims, as ``--rank`` is
-                raise
             logger.warning(f"Task {rank} is left to another process. {error}")
             return None
         except Exception as error:
@@ -640,11 +653,18 @@ def _as_counted(value: dict[str, float] | float) -> MetricStats:
     return MetricStats(value, value, 1, 1, 1) if value else MetricStats(0, 1, 0, 0, 0)
 
 
-def _given_up(causes: dict[int, str], tasks: int) -> CkptError:
+def _given_up(causes: dict[int, str], tasks: int) -> GivenUp:
     named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
-    return CkptError(
+    return GivenUp(
         f"{len(causes)} of {tasks} tasks are not complete, because they were given up:{named}\nCorrect the cause, and "
-        "run the same command again to resume."
+        "run the job again without --worker to resume."
+    )
+
+
+def _runs_all(processes: Sequence[str]) -> CheckpointLocked:
+    return CheckpointLocked(
+        f"All tasks of this job are run by {', '.join(processes)}, which was started without --worker. Stop it, and "
+        "start every machine with --worker. If it was killed on another machine, it counts as alive for five minutes."
     )
 
 

@@ -5,6 +5,7 @@ processes on one rank are waste, never damage. So no clock and no listing has to
 
     a mark          rank, number, owner: the mark with the largest number counts, of these the smallest owner
     an owner        a process with a beat (``stores.py``); or FREE, or GIVEN_UP
+    a run           an owner that runs all ranks, without marks: beside it no worker takes any
     no mark         the rank is free, or complete
     a record        the content of a mark: how often the rank ended without progress, and why it is given up
 
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import orjson
@@ -32,10 +34,8 @@ from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import plural
 
-FREE = "free"
-GIVEN_UP = "given-up"
-_NOBODY = (FREE, GIVEN_UP)  # sorted after every owner, whose names are hexadecimal
-_HOST_DIGITS = 8
+FREE, GIVEN_UP = "free", "given-up"  # sorted after every process, whose names are hexadecimal
+_RUN = "-run"  # the end of the name of an owner that runs all ranks
 _open_here: set[str] = set()  # the owners that are this process
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
 
@@ -47,10 +47,11 @@ class Mark(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a store holds now: all marks, and the owners that are alive."""
+    """What a store holds now: all marks, and the owners that are alive, or whose last beat is old."""
 
     marks: list[Mark]
     alive: set[str]
+    dead: set[str]
 
     def current(self) -> dict[int, Mark]:
         """The mark of each rank that counts."""
@@ -198,21 +199,27 @@ class Claims:
             marks = self._store.look().current().values()
             return {mark.rank: self._read(mark).why for mark in marks if mark.owner == GIVEN_UP}
 
-    def names_of_others(self) -> list[str]:
-        """The processes that have ranks now, by process id and host."""
+    def workers(self) -> list[str]:
+        """The other processes that are alive and take ranks, by process id and host."""
+        return self._named(is_run=False)
+
+    def runs(self) -> list[str]:
+        """The same of those that run all ranks."""
+        return self._named(is_run=True)
+
+    def _named(self, is_run: bool) -> list[str]:
         with self._guard:
-            look = self._store.look()
-            owners = {mark.owner for mark in look.current().values()} & look.alive
-            return [self._store.name(owner) for owner in sorted(owners)]
+            others = sorted(self._store.look().alive - {self._owner})
+            return [self._store.name(owner) for owner in others if owner.endswith(_RUN) == is_run]
 
     def clear(self) -> None:
         """Removes what no living process owns: ranks that are given up may be taken again."""
         with self._guard:
-            marks, alive = self._store.look()
+            marks, alive, dead = self._store.look()
             for mark in marks:
                 if mark.owner not in alive:
                     self._store.remove(mark)
-            for owner in {mark.owner for mark in marks} - alive - {*_NOBODY}:
+            for owner in dead:
                 self._store.forget(owner)
 
     def close(self) -> None:
@@ -230,7 +237,7 @@ class Claims:
 
     def _free(self, look: Look) -> list[int]:
         """Those that a dead process has left come last, and only while this process has no other."""
-        if not self._may_take_more:
+        if not self._may_take_more or any(owner.endswith(_RUN) for owner in look.alive):
             return []
         current = look.current()
         free: list[int] = []
@@ -280,7 +287,7 @@ class Claims:
             if not self._is_current(mark):
                 return
             if record.tries or record.why:
-                self._put(Mark(rank, mark.number + 1, owner), record, Look([mark], set()))
+                self._put(Mark(rank, mark.number + 1, owner), record, Look([mark], set(), set()))
             else:
                 self._store.remove(mark)
 
@@ -334,26 +341,30 @@ def _hint() -> Iterator[None]:
         logger.warning(f"A claim could not be changed: {error}. Other processes may take the task later.")
 
 
-def new_owner() -> str:
-    """A name for this process, in hexadecimal: its host, its process id, and chance."""
-    return f"{_host()}{os.getpid():08x}{os.urandom(8).hex()}"
+def new_owner(is_run: bool = False) -> str:
+    """A name for this process, mostly hexadecimal: its host, its process id, its start, and chance."""
+    pid = os.getpid()
+    return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * is_run}"
 
 
 def has_ended(owner: str) -> bool:
     """Whether the owner was a process of this host and is no more. Its last beat may be a moment old."""
-    if not owner.startswith(_host()):
+    host, pid, started = owner[:8], int(owner[8:16], 16), int(owner[16:32], 16)
+    if host != _host():
         return False
-    pid = int(owner[_HOST_DIGITS : _HOST_DIGITS + 8], 16)
-    if pid == os.getpid():
+    if pid == os.getpid() and started == _started(pid):
         return owner not in _open_here
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # of another user
-        return False
-    return False
+    return started != _started(pid)
 
 
 def _host() -> str:
     return xxhash.xxh32(socket.gethostname().encode()).hexdigest()
+
+
+def _started(pid: int) -> int:
+    """When a process has started, for another one may have its id now; 0 if there is none, or no ``/proc``."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])

@@ -61,8 +61,9 @@ class DiskClaims:
             name = _NAME.fullmatch(path.name)
             if name is not None:
                 marks.append(Mark(int(name[1]), int(name[2]), self._owner_in(path)))
-        workers = list((self._folder / _WORKERS).iterdir())
-        return Look(marks, {path.name for path in workers if self._is_alive(path)})
+        workers = {path.name: path for path in (self._folder / _WORKERS).iterdir()}
+        alive = {name for name, path in workers.items() if self._is_alive(path)}
+        return Look(marks, alive, workers.keys() - alive)
 
     def put(self, mark: Mark, content: bytes) -> bool:
         new = self._folder / f"{self._owner}.new"
@@ -152,9 +153,9 @@ class ObjectClaims:
         if mark.owner in (FREE, GIVEN_UP):
             return True
         time.sleep(self._settle_seconds)
-        marks, alive = self.look()
-        marks.append(mark)  # the listing may lag
-        if Look(marks, alive).current()[mark.rank] == mark:
+        look = self.look()
+        look.marks.append(mark)  # the listing may lag
+        if look.current()[mark.rank] == mark:
             return True
         self.remove(mark)
         return False
@@ -187,8 +188,8 @@ class ObjectClaims:
         now = beats.get(self._owner, 0.0)
         dead_seconds = _BEATS * self.beat_seconds
         # Of a store that keeps no times, the difference is no number: then everybody is alive.
-        alive = {owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)}
-        return Look(marks, alive | {self._owner})
+        alive = {owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)} | {self._owner}
+        return Look(marks, alive, beats.keys() - alive)
 
 
 def _object_name(mark: Mark) -> str:

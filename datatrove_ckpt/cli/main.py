@@ -254,12 +254,13 @@ def run() -> None:
     (OVERRIDES)
 
     exit codes:
-      0  done, or submitted; with --worker: no task is free, others may still run
+      0  done, or submitted; with --worker: no task is free or given up, others may still run
       1  stopped by an error; the same command resumes
          with --fail-on-dead-letters also: dead letters are left
       2  a mistake in CONFIG or on the command line; nothing was started
          with --rank or --worker also: the checkpoint or the input is another run's, so no rank can go on
       3  with --rank: documents, input or output of this rank are the cause; other ranks can go on
+         with --worker: no task is free, but some were given up; they are named
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
          with --rank or --worker also 143: stopped early without a signal, by a time limit or a notice
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.claims.stores import DiskClaims, ObjectClaims
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 
-RANKS = 4
+RANKS, MANY_RANKS = 4, 100
 ATTEMPTS = 2
 
 
@@ -32,16 +33,18 @@ class Job:
 
     Args:
         make_store: makes the store of a process with this name.
+        ranks: how many the job has.
     """
 
-    def __init__(self, make_store: Callable[[str], ClaimStore]) -> None:
+    def __init__(self, make_store: Callable[[str], ClaimStore], ranks: int = RANKS) -> None:
         self.make_store = make_store
+        self.ranks = ranks
         self.complete: list[int] = []
         self.fences: dict[int, Process] = {}
         self.progress: dict[int, Progress] = {}
 
     def incomplete(self) -> list[int]:
-        return [rank for rank in range(RANKS) if rank not in self.complete]
+        return [rank for rank in range(self.ranks) if rank not in self.complete]
 
     def finish(self) -> None:
         """A ``run`` whose process is alone."""
@@ -50,7 +53,7 @@ class Job:
         while process.take() is not None:
             for rank in list(process.ranks):
                 process.finish(rank)
-        assert sorted(self.complete) == list(range(RANKS))
+        assert sorted(self.complete) == list(range(self.ranks))
         process.claims.clear()
         process.claims.close()
 
@@ -271,12 +274,13 @@ class Workers(RuleBasedStateMachine):
     """Ranks are completed once each, whatever happens to the workers."""
 
     kind = "disk"
+    ranks, most = RANKS, 4
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(os.environ["CLAIMS_TEST_FOLDER"]) / new_owner()
         self.objects = Objects(lag=3 if self.kind == "objects that lag" else 0)
-        self.job = Job(self.make_store)
+        self.job = Job(self.make_store, self.ranks)
         self.workers: list[Process] = []
         self.ends: Counter[int] = Counter()
 
@@ -294,7 +298,7 @@ class Workers(RuleBasedStateMachine):
 
     @rule()
     def join(self) -> None:
-        if len(self.workers) < 4:
+        if len(self.workers) < self.most:
             self.workers.append(Process(self.job))
 
     @rule(number=st.integers(0, 3))
@@ -376,6 +380,45 @@ def test_each_rank_is_completed_once_whatever_happens_to_workers(
         monkeypatch.setattr(files.fcntl, "flock", no_locks)
     machine = type("Machine", (Workers,), {"kind": kind})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+
+
+@pytest.mark.parametrize("kind", ["disk", "disk without locks", "objects", "objects that lag"])
+def test_twenty_workers_on_a_hundred_ranks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLAIMS_TEST_FOLDER", str(tmp_path))
+    if kind == "disk without locks":
+        monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    machine = type("Machine", (Workers,), {"kind": kind, "ranks": MANY_RANKS, "most": 20})()
+    chance = random.Random(0)
+    for _ in range(10):
+        machine.join()
+    while len(machine.job.complete) < MANY_RANKS - 10:
+        what = chance.choices(["join", "take", "finish", "fail", "kill", "stop", "wait"], [3, 20, 20, 1, 1, 1, 1])[0]
+        number = chance.randrange(20)
+        if what == "join":
+            machine.join()
+        elif what == "take":
+            machine.take(number)
+        elif what in ("finish", "fail"):
+            machine.end_rank(number, what)
+        elif what == "kill":
+            machine.kill(number)
+        elif what == "stop":
+            machine.stop_or_continue(number)
+        else:
+            machine.wait(400.0)
+    machine.teardown()
+    assert Counter(machine.job.complete) == dict.fromkeys(range(MANY_RANKS), 1)
+
+
+def test_beside_a_process_that_runs_all_ranks_a_worker_takes_none(job: Job, tmp_path: Path) -> None:
+    first = Process(job)
+    assert first.take() == 0
+    run = job.make_store(new_owner(is_run=True))
+    assert first.claims.next() is None
+    assert len(first.claims.runs()) == 1
+    assert first.claims.workers() == []
+    run.close()
+    assert first.take() == 1
 
 
 def no_locks(fd: int, how: int) -> None:

@@ -309,9 +309,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             apart.logging_dir = _own_listings(self.logging_dir)
             incomplete = partial(apart.get_incomplete_ranks, range(self.world_size), True)
             alone = self._most_at_once == 1
-            in_order = not self._is_worker
             attempts = self.max_rank_attempts
-            _open_claims[key] = Claims(store, owner, incomplete, self._reached, attempts, alone, in_order)
+            _open_claims[key] = Claims(store, owner, incomplete, self._reached, attempts, alone, self._is_worker)
         return _open_claims[key]
 
     def _reached(self, rank: int) -> Progress:

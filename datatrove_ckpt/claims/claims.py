@@ -9,6 +9,8 @@ processes on one rank are waste, never damage. So no clock and no listing has to
     no mark         the rank is free, or complete
     a record        the content of a mark: how often the rank ended without progress, and why it is given up
 
+What one launch has given up, the next one tries again: see ``LAUNCH``.
+
 A process that dies leaves its marks behind. The next owner of such a rank counts an attempt, if the process had no
 other rank: else the other one may have been the cause. The next owner therefore runs the rank alone.
 """
@@ -34,7 +36,9 @@ from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import plural
 
-FREE, GIVEN_UP = "free", "given-up"  # sorted after every process, whose names are hexadecimal
+FREE, GIVEN_UP = "free", "given-up"  # they begin no other owner's name: those are hexadecimal, and sorted before
+LAUNCH = "DATATROVE_CKPT_LAUNCH"
+"""The environment variable whose value is the same for all workers that were launched together."""
 _RUN = "-run"  # the end of the name of an owner that runs all ranks
 _open_here: set[str] = set()  # the owners that are this process
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
@@ -116,7 +120,7 @@ class Claims:
         reached: measures a rank's progress.
         max_attempts: after so many attempts without progress a rank is given up.
         alone: this process runs one rank at a time.
-        in_order: take the lowest free rank. Workers begin anywhere, so that not all of them try the same one.
+        is_worker: begin anywhere, so that not all workers try the same rank; and try again what another launch gave up.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class Claims:
         reached: Callable[[int], Progress],
         max_attempts: int,
         alone: bool,
-        in_order: bool,
+        is_worker: bool,
     ) -> None:
         self._store = store
         self.done: set[int] = set()
@@ -137,7 +141,9 @@ class Claims:
         self._reached = reached
         self._max_attempts = max_attempts
         self._alone = alone
-        self._first = 0 if in_order else random.randrange(1 << 30)
+        self._is_worker = is_worker
+        self._first = random.randrange(1 << 30) if is_worker else 0
+        self._given_up = f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         self._held: dict[int, tuple[Mark, Record]] = {}
         self._locked: dict[int, float] = {}  # ranks whose lock another process holds, with the time of the next try
         self._guard = threading.RLock()  # ranks run in threads
@@ -197,7 +203,7 @@ class Claims:
         """The ranks that are given up, each with its cause."""
         with self._guard:
             marks = self._store.look().current().values()
-            return {mark.rank: self._read(mark).why for mark in marks if mark.owner == GIVEN_UP}
+            return {mark.rank: self._read(mark).why for mark in marks if self._is_given_up(mark)}
 
     def workers(self) -> list[str]:
         """The other processes that are alive and take ranks, by process id and host."""
@@ -246,9 +252,9 @@ class Claims:
             mark = current.get(rank)
             if rank in self._held or rank in self.done or self._locked.get(rank, 0.0) > time.monotonic():
                 continue
-            if mark is None or mark.owner == FREE:
+            if mark is None or not (is_process(mark.owner) or self._is_given_up(mark)):
                 free.append(rank)
-            elif mark.owner != GIVEN_UP and mark.owner not in look.alive:
+            elif is_process(mark.owner) and mark.owner not in look.alive:
                 left.append(rank)
         if not free and not self._held:
             return left
@@ -260,10 +266,11 @@ class Claims:
         is_left = False
         number = 1
         if mark is not None:
-            if mark.owner == GIVEN_UP or mark.owner in look.alive:
+            if self._is_given_up(mark) or mark.owner in look.alive:
                 return False
-            record = self._read(mark)
-            is_left = mark.owner != FREE
+            if not mark.owner.startswith(GIVEN_UP):
+                record = self._read(mark)
+            is_left = is_process(mark.owner)
             number = mark.number + 1
         if is_left and self._held:
             return False
@@ -271,7 +278,7 @@ class Claims:
             record = self._counted(rank, record)
             if record.tries >= self._max_attempts:
                 why = f"the process that ran it was killed, {plural(record.tries, 'time')} in a row without progress"
-                self._put(Mark(rank, number, GIVEN_UP), replace(record, why=why), look)
+                self._put(Mark(rank, number, self._given_up), replace(record, why=why), look)
                 return False
         record = replace(record, alone=self._alone or is_left)
         mine = Mark(rank, number, self._owner)
@@ -280,9 +287,14 @@ class Claims:
         self._held[rank] = mine, record
         return True
 
+    def _is_given_up(self, mark: Mark) -> bool:
+        if self._is_worker:
+            return mark.owner == self._given_up
+        return mark.owner.startswith(GIVEN_UP)
+
     def _let_go(self, rank: int, record: Record) -> None:
         mark, _ = self._held.pop(rank)
-        owner = GIVEN_UP if record.why else FREE
+        owner = self._given_up if record.why else FREE
         with _hint():
             if not self._is_current(mark):
                 return
@@ -339,6 +351,10 @@ def _hint() -> Iterator[None]:
         yield
     except (OSError, CkptError) as error:
         logger.warning(f"A claim could not be changed: {error}. Other processes may take the task later.")
+
+
+def is_process(owner: str) -> bool:
+    return not owner.startswith((FREE, GIVEN_UP))
 
 
 def new_owner(is_run: bool = False) -> str:

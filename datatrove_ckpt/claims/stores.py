@@ -22,7 +22,7 @@ import orjson
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.claims.claims import FREE, GIVEN_UP, ClaimStore, Look, Mark, has_ended
+from datatrove_ckpt.claims.claims import FREE, ClaimStore, Look, Mark, has_ended, is_process
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.retrying import STORAGE
 
@@ -150,7 +150,7 @@ class ObjectClaims:
 
     def put(self, mark: Mark, content: bytes) -> bool:
         STORAGE.run(lambda: self._store.put(_object_name(mark), content), "The claim of a task cannot be written")
-        if mark.owner in (FREE, GIVEN_UP):
+        if not is_process(mark.owner):
             return True
         time.sleep(self._settle_seconds)
         look = self.look()
@@ -183,7 +183,7 @@ class ObjectClaims:
         beats = self._store.times(_WORKERS)
         names = [_NAME.fullmatch(name) for name in written]
         marks = [Mark(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
-        owned = [mark for mark in marks if mark.owner not in (FREE, GIVEN_UP)]
+        owned = [mark for mark in marks if is_process(mark.owner)]
         signs = [*beats.items(), *((mark.owner, written[_object_name(mark)]) for mark in owned)]
         now = beats.get(self._owner, 0.0)
         dead_seconds = _BEATS * self.beat_seconds

@@ -22,7 +22,7 @@ from datatrove.executor.base import PipelineExecutor
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.commits import sum_counts, sum_delivered
+from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
@@ -102,7 +102,6 @@ def _check_tasks(plan: RunPlan) -> None:
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Checks, runs, and turns errors and signals into messages and exit codes."""
     started = False
-    of_part = arguments.worker or arguments.rank is not None
     interruption = Interruption([name for runner in plan.runners for name in runner.step.drain_signals])
     try:
         with interruption:
@@ -125,15 +124,14 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 executor.check()
             with checkpoints_seen(executor):
                 check_before_run(executor)
-            if arguments.rank is None:
-                _warn_of_hub(plan)
+            _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters).")
-                return fail(left, exit_code(left, of_part))
+                return fail(left, 1)
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
@@ -141,14 +139,14 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             raise
         return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
     except Exception as error:
-        if isinstance(error, ConfigError) and not started and not of_part:
+        if isinstance(error, ConfigError) and not started and not arguments.worker:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, arguments.command)
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments, plan), exit_code(own, of_part))
+        return fail(_with_command(own, arguments, plan), exit_code(own, arguments.worker))
     finally:
         say_errors_later(False)
     return 0
@@ -168,9 +166,9 @@ def _warn_of_hub(plan: RunPlan) -> None:
                 logger.warning(f"{finding.what}: {finding.message}")
 
 
-def exit_code(error: Exception, of_part: bool) -> int:
-    """Of a run that an error stopped. Of a rank, or a worker: ``code_of_rank``. Others end with 1: scripts know it."""
-    return code_of_rank(error) if of_part else 1
+def exit_code(error: Exception, of_worker: bool) -> int:
+    """Of a run that an error stopped. Of a worker: ``code_of_rank``. Others end with 1: scripts know it."""
+    return code_of_rank(error) if of_worker else 1
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
@@ -191,9 +189,7 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         checked = check_after_run(executor)
         for runner in kept:
             say(said(closing_line(runner, arguments.command, checked, started)))
-    # Of the rank that ran: a checkpoint on a volume has those of the others, too.
-    committed = ([one for one in job.committed if arguments.rank in (None, one[0])] for job in checked.jobs.values())
-    return sum(sum_delivered(counts).dead for counts in committed)
+    return sum(job.counts.dead for job in checked.jobs.values())
 
 
 def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan) -> Exception:

@@ -171,8 +171,8 @@ def _prices(text: str) -> tuple[float, float]:
     return _price(first), _price(second if comma else first)
 
 
-def _count(of: str, text: str, least: int = 1) -> int:
-    return int(_number(f"number of {of}, such as 8", lambda number: number in range(least, 10**7), text))
+def _count(of: str, text: str) -> int:
+    return int(_number(f"number of {of}, such as 8", lambda number: number in range(1, 10**7), text))
 
 
 def parse_time(text: str) -> float:
@@ -207,7 +207,6 @@ _TOKEN_PRICE = _argument(
 )
 
 _N = partial(_count, "documents")
-_RANK = partial(_count, "a rank", least=0)
 
 # commands ------------------------------------------------------------------------------------------------------------
 
@@ -237,7 +236,6 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
     ),
     _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
     _flag("--start-over", "rename the run folder (runs/x to runs/x.1), and begin anew; not needed to resume"),
-    _argument("N", "run this one of the tasks, from 0, as a pod of Kubernetes does", "--rank", type=_RANK),
     _flag("--worker", "run tasks that no other process runs, until there is none; start any number of them"),
     _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
@@ -258,11 +256,10 @@ def run() -> None:
       1  stopped by an error; the same command resumes
          with --fail-on-dead-letters also: dead letters are left
       2  a mistake in CONFIG or on the command line; nothing was started
-         with --rank or --worker also: the checkpoint or the input is another run's, so no rank can go on
-      3  with --rank: documents, input or output of this rank are the cause; other ranks can go on
-         with --worker: no task is free, but some were given up; they are named
+         with --worker also: the checkpoint or the input is another run's, so no task can go on
+      3  with --worker: no task is free, but some were given up; they are named
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
-         with --rank or --worker also 143: stopped early without a signal, by a time limit or a notice
+         with --worker also 143: stopped early without a signal, by a time limit or a notice
     """
 
 

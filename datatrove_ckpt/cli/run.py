@@ -61,27 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
-    """The file's content, with the overrides, and what it describes; with ``--rank`` that one rank.
+    """The file's content, with the overrides, and what it describes.
 
     Raises:
-        ConfigError: a mistake in it; or there is no such rank, or its tasks do not run here.
+        ConfigError: a mistake in it; or no worker can run its tasks.
     """
-    content, rank = read_config(arguments.config, arguments.overrides), arguments.rank
+    content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
     if arguments.worker:
-        return content, _as_worker(executor, content, arguments)
-    if rank is None:
-        return content, executor
-    if arguments.start_over:
-        raise ConfigError("--start-over: moves the work of all ranks. Give it without --rank, while no rank runs.")
-    from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
-
-    refuse_other_kinds(executor, "--rank")
-    if rank >= (tasks := executor.world_size):
-        raise ConfigError(f"--rank {rank}: the job has tasks: {tasks}, so its ranks are 0 to {tasks - 1}.")
-    given = content["executor"].get("init_args") or {}
-    content["executor"]["init_args"] = given | {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
-    return content, build(content)
+        executor = _as_worker(executor, content, arguments)
+    return content, executor
 
 
 def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> PipelineExecutor:
@@ -89,11 +78,10 @@ def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Na
     Raises:
         ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
     """
-    for name in ("rank", "retry_dead_letters", "start_over", "repair", "fail_on_dead_letters"):
-        value = getattr(arguments, name)
-        if value is not None and value is not False:
+    for name in ("retry_dead_letters", "start_over", "repair", "fail_on_dead_letters"):
+        if getattr(arguments, name):
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: is for a run of all tasks, or for one. Give it without --worker.")
+            raise ConfigError(f"--{flag}: is for a run of all tasks. Give it without --worker.")
     from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
 
     refuse_other_kinds(executor, "--worker")

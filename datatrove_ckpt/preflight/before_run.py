@@ -312,9 +312,22 @@ def check_before_worker(executor: PipelineExecutor) -> None:
     Each task compares its settings with ``job.json`` when it starts.
 
     Raises:
-        ConfigError, OutputFailed: as ``check_before_run``; or claims cannot lie in ``logging_dir``, or protect nothing.
+        ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
     """
     plan = RunPlan(executor)
+    refuse_without_claims(plan)
+    _check_folders(plan)
+    _check_inputs(plan)
+    _check_launch(plan)
+    _check_hub(plan)
+    note_steps(plan)
+
+
+def refuse_without_claims(plan: RunPlan) -> None:
+    """
+    Raises:
+        ConfigError: claims cannot lie in ``logging_dir``, or protect nothing.
+    """
     bucket = bucket_for(plan.logging_dir.resolve_paths(""))
     if bucket is not None:
         raise ConfigError(
@@ -328,11 +341,6 @@ def check_before_worker(executor: PipelineExecutor) -> None:
                 f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs one, because only "
                 "the checkpoint keeps two workers apart."
             )
-    _check_folders(plan)
-    _check_inputs(plan)
-    _check_launch(plan)
-    _check_hub(plan)
-    note_steps(plan)
 
 
 class Checked(NamedTuple):

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.claims import Claims, ClaimStore, Mark, new_owner
+from datatrove_ckpt.claims.claims import LAUNCH, Claims, ClaimStore, Mark, new_owner
 from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.claims.stores import DiskClaims, ObjectClaims
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
@@ -59,14 +59,14 @@ class Job:
 
 
 class Process:
-    def __init__(self, job: Job, alone: bool = False) -> None:
+    def __init__(self, job: Job, alone: bool = False, is_run: bool = False) -> None:
         self.job = job
-        self.owner = new_owner()
+        self.owner = new_owner(is_run)
         self.store = job.make_store(self.owner)
         self.ranks: list[int] = []
         self.is_stopped = False
         reached = lambda rank: job.progress.get(rank, (0, 0, 0))  # noqa: E731
-        self.claims = Claims(self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, in_order=True)
+        self.claims = Claims(self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, is_worker=False)
 
     def take(self) -> int | None:
         rank = self.claims.next()
@@ -184,6 +184,21 @@ def test_progress_begins_the_count_anew(job: Job) -> None:
     assert process.claims.take(0)
     process.claims.failed(0, "killed", for_good=False)
     assert process.claims.given_up() == {0: "killed"}
+
+
+def test_what_one_launch_gave_up_the_workers_of_the_next_one_try_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for launch in ("first", "second"):
+        monkeypatch.setenv(LAUNCH, launch)
+        process = Process(job)
+        process.claims._is_worker = True
+        for _ in range(ATTEMPTS):
+            assert process.claims.take(0)
+            process.claims.failed(0, launch, for_good=False)
+        assert not process.claims.take(0)
+        assert process.claims.given_up() == {0: launch}
+    assert not Process(job).claims.take(0)
 
 
 def test_a_rank_that_would_fail_again_is_given_up_at_once(job: Job) -> None:
@@ -413,11 +428,11 @@ def test_twenty_workers_on_a_hundred_ranks(kind: str, tmp_path: Path, monkeypatc
 def test_beside_a_process_that_runs_all_ranks_a_worker_takes_none(job: Job, tmp_path: Path) -> None:
     first = Process(job)
     assert first.take() == 0
-    run = job.make_store(new_owner(is_run=True))
+    run = Process(job, is_run=True)
     assert first.claims.next() is None
     assert len(first.claims.runs()) == 1
     assert first.claims.workers() == []
-    run.close()
+    run.claims.close()
     assert first.take() == 1
 
 

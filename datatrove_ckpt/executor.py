@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import chdir, nullcontext
+from contextlib import chdir, closing, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
@@ -92,7 +92,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     pipeline: list[PipelineStep]
     skip_completed: bool
     _is_worker = False  # ends when no rank is free
-    _takes_ranks = False  # that no other process has
+    _claims: Claims | None = None  # of the ranks that this process has taken; None: it was told which ranks to run
 
     def __init__(
         self,
@@ -224,8 +224,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         check_before_worker(self)
         worker = copy(self)
-        worker.workers = 1
-        worker._is_worker = worker._takes_ranks = True
+        worker._is_worker = True
         local = range(self.world_size)
         ranks = self.get_incomplete_ranks(local)
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
@@ -295,23 +294,19 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _folder(self) -> str:
         return str(self.logging_dir.resolve_paths(""))
 
-    @property
-    def _claims(self) -> Claims:
-        """Those of this process, which worker processes have as well."""
+    def _open_claims(self, runs_all: bool) -> closing[Claims]:
+        """Makes this process known to the others. ``runs_all``: as one that lets nobody else run a rank."""
         from datatrove_ckpt.claims.claims import Claims, new_owner
         from datatrove_ckpt.claims.stores import open_store
 
-        key = os.getpid(), self._folder
-        if key not in _open_claims:
-            owner = new_owner(is_run=not self._takes_ranks)
-            store = open_store(f"{self._folder.rstrip('/')}/claims", owner)
-            apart = copy(self)
-            apart.logging_dir = _own_listings(self.logging_dir)
-            incomplete = partial(apart.get_incomplete_ranks, range(self.world_size), True)
-            alone = self._most_at_once == 1
-            attempts = self.max_rank_attempts
-            _open_claims[key] = Claims(store, owner, incomplete, self._reached, attempts, alone, self._is_worker)
-        return _open_claims[key]
+        owner = new_owner(runs_all)
+        store = open_store(f"{self._folder.rstrip('/')}/claims", owner)
+        apart = copy(self)
+        apart.logging_dir = _own_listings(self.logging_dir)
+        incomplete = partial(apart.get_incomplete_ranks, range(self.world_size), True)
+        alone = self._most_at_once == 1
+        attempts = self.max_rank_attempts
+        return closing(Claims(store, owner, incomplete, self._reached, attempts, alone, self._is_worker))
 
     def _reached(self, rank: int) -> Progress:
         from datatrove_ckpt.claims.progress import local_progress, mirrored_progress
@@ -330,18 +325,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if not self._may_have_workers:
             self._run_all(ranks, screen, done)
             return
-        try:
-            self._claims.clear()
-            workers = self._claims.workers()
+        with self._open_claims(runs_all=True) as claims:
+            claims.clear()
+            workers = claims.workers()
             if not workers:
                 self._run_all(ranks, screen, done)
                 return
-        finally:
-            _close_claims()
-        logger.info(f"Other processes take tasks of this job, and so does this one: {', '.join(workers)}.")
-        joined = copy(self)
-        joined._takes_ranks = True
-        joined._take_and_run(ranks, screen, done)
+        logger.info(f"Workers have tasks of this job: {', '.join(workers)}. This process takes tasks as one of them.")
+        self._take_and_run(ranks, screen, done)
 
     def _take_and_run(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a worker ends.
@@ -350,13 +341,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             GivenUp: some ranks were given up.
             CheckpointLocked: this is a worker, and there is a process that runs all ranks.
         """
-        claims = self._claims
-        try:
+        with self._open_claims(runs_all=False) as claims:
+            worker = copy(self)
+            worker.workers = 1
+            worker._claims = claims
             is_waiting = False
             while left := set(self.get_incomplete_ranks(ranks)) - claims.done - claims.given_up().keys():
                 free = claims.free()
                 if free:
-                    self._run_all(free, screen, done)
+                    worker._run_all(free, screen, done)
                 elif self._is_worker:
                     break
                 elif not is_waiting:
@@ -373,8 +366,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 raise _given_up(given_up, self.world_size)
             if not self._is_worker:
                 claims.clear()
-        finally:
-            _close_claims()
 
     def _run_all(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         overlap = self._most_at_once > 1 and len(ranks) > self.workers
@@ -382,21 +373,19 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             self._in_workers(ranks, screen, overlap, done)
             return
         wanted: Iterable[int] = ranks
-        if self._takes_ranks:
+        if self._claims is not None:
             wanted = iter(self._claims.next, None)
         self._work_through(TaskList(wanted, _if_run(done)), self._copy, 0, overlap)
 
-    def _run_if_free(self, rank: int, slot: int) -> PipelineStats | None:
-        """Runs a rank if this process can have it. None: this process has not completed it.
+    def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
+        """Runs a rank, and says in its claim how it has ended. None: this process has not completed it.
 
         Raises:
             BaseException: of the rank; but a worker goes on if only this rank is wrong.
         """
-        if not self._takes_ranks:
-            return self._run_one(rank, slot)
         claims = self._claims
-        if not claims.take(rank):
-            return None
+        if claims is None:
+            return self._run_one(rank, slot)
         try:
             stats = self._run_one(rank, slot)
         except CheckpointLocked as error:
@@ -497,7 +486,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             attempts = self.max_rank_attempts
             with Workers(context, self.workers, work, numbers, attempts, stop_seconds, screen) as workers:
                 for rank, stats in workers.run(ranks):
-                    _if_run(done)(rank, stats)
+                    done(rank, stats)
         except Stopped:
             pass
         if workers.signal is not None:
@@ -552,10 +541,7 @@ def _work(pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot
         _check_code(executor, identities)
         return executor
 
-    try:
-        make_executor()._work_through(ranks, make_executor, slot, overlap)
-    finally:
-        _close_claims()
+    make_executor()._work_through(ranks, make_executor, slot, overlap)
 
 
 def _run_rank(
@@ -565,7 +551,7 @@ def _run_rank(
     os.chdir(folder)
     executor = make_executor()
     executor.logging_dir = _own_listings(executor.logging_dir)
-    return executor._run_if_free(rank, slot)
+    return executor._run_taken(rank, slot)
 
 
 def _if_run(done: _Done) -> Callable[[int, PipelineStats | None], None]:
@@ -593,15 +579,6 @@ def _close_servers() -> None:
     from datatrove_ckpt.inference.servers.warm import close_warm_servers
 
     close_warm_servers()
-
-
-_open_claims: dict[tuple[int, str], Claims] = {}
-"""By process id, for a fork has those of its parent, and folder."""
-
-
-def _close_claims() -> None:
-    for key in [key for key in _open_claims if key[0] == os.getpid()]:
-        _open_claims.pop(key).close()
 
 
 def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:

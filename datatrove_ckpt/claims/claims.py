@@ -167,11 +167,6 @@ class Claims:
                     return rank
             return None
 
-    def take(self, rank: int) -> bool:
-        """Takes this rank. Returns whether this process has it now."""
-        with self._guard:
-            return rank in self._held or (self._may_take_more and self._take(rank, self._store.look()))
-
     def complete(self, rank: int) -> None:
         """The rank is marked as complete, and needs no claim any more."""
         with self._guard, _hint():
@@ -207,16 +202,16 @@ class Claims:
 
     def workers(self) -> list[str]:
         """The other processes that are alive and take ranks, by process id and host."""
-        return self._named(is_run=False)
+        return self._named(of_runs=False)
 
     def runs(self) -> list[str]:
         """The same of those that run all ranks."""
-        return self._named(is_run=True)
+        return self._named(of_runs=True)
 
-    def _named(self, is_run: bool) -> list[str]:
+    def _named(self, of_runs: bool) -> list[str]:
         with self._guard:
             others = sorted(self._store.look().alive - {self._owner})
-            return [self._store.name(owner) for owner in others if owner.endswith(_RUN) == is_run]
+            return [self._store.name(owner) for owner in others if is_run(owner) == of_runs]
 
     def clear(self) -> None:
         """Removes what no living process owns: ranks that are given up may be taken again."""
@@ -237,13 +232,9 @@ class Claims:
                 self.release(rank)
             self._store.close()
 
-    @property
-    def _may_take_more(self) -> bool:
-        return not any(record.alone for _, record in self._held.values())
-
     def _free(self, look: Look) -> list[int]:
         """Those that a dead process has left come last, and only while this process has no other."""
-        if not self._may_take_more or any(owner.endswith(_RUN) for owner in look.alive):
+        if any(record.alone for _, record in self._held.values()) or any(map(is_run, look.alive)):
             return []
         current = look.current()
         free: list[int] = []
@@ -357,10 +348,14 @@ def is_process(owner: str) -> bool:
     return not owner.startswith((FREE, GIVEN_UP))
 
 
-def new_owner(is_run: bool = False) -> str:
+def is_run(owner: str) -> bool:
+    return owner.endswith(_RUN)
+
+
+def new_owner(runs_all: bool = False) -> str:
     """A name for this process, mostly hexadecimal: its host, its process id, its start, and chance."""
     pid = os.getpid()
-    return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * is_run}"
+    return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * runs_all}"
 
 
 def has_ended(owner: str) -> bool:

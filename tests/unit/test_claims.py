@@ -59,9 +59,9 @@ class Job:
 
 
 class Process:
-    def __init__(self, job: Job, alone: bool = False, is_run: bool = False) -> None:
+    def __init__(self, job: Job, alone: bool = False, runs_all: bool = False) -> None:
         self.job = job
-        self.owner = new_owner(is_run)
+        self.owner = new_owner(runs_all)
         self.store = job.make_store(self.owner)
         self.ranks: list[int] = []
         self.is_stopped = False
@@ -77,6 +77,10 @@ class Process:
                 self.ranks.remove(rank)
                 self.claims.complete(rank)
         return rank
+
+    def take_rank(self, rank: int) -> bool:
+        held = self.claims._held.values()
+        return not any(record.alone for _, record in held) and self.claims._take(rank, self.store.look())
 
     def finish(self, rank: int) -> None:
         self.ranks.remove(rank)
@@ -167,21 +171,21 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
 def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job: Job, tmp_path: Path) -> None:
     first, second = Process(job, alone=True), Process(job, alone=True)
     for process in (first, second):
-        assert process.claims.take(0)
+        assert process.take_rank(0)
         process.claims.failed(0, "no memory", for_good=False)
-    assert not first.claims.take(0)
+    assert not first.take_rank(0)
     assert second.claims.given_up() == {0: "no memory"}
     first.claims.clear()
-    assert second.claims.take(0)
+    assert second.take_rank(0)
 
 
 def test_progress_begins_the_count_anew(job: Job) -> None:
     process = Process(job, alone=True)
     for attempt in range(1, 5):
-        assert process.claims.take(0)
+        assert process.take_rank(0)
         job.progress[0] = (0, attempt, 0)
         process.claims.failed(0, "killed", for_good=False)
-    assert process.claims.take(0)
+    assert process.take_rank(0)
     process.claims.failed(0, "killed", for_good=False)
     assert process.claims.given_up() == {0: "killed"}
 
@@ -194,16 +198,16 @@ def test_what_one_launch_gave_up_the_workers_of_the_next_one_try_again(
         process = Process(job)
         process.claims._is_worker = True
         for _ in range(ATTEMPTS):
-            assert process.claims.take(0)
+            assert process.take_rank(0)
             process.claims.failed(0, launch, for_good=False)
-        assert not process.claims.take(0)
+        assert not process.take_rank(0)
         assert process.claims.given_up() == {0: launch}
-    assert not Process(job).claims.take(0)
+    assert not Process(job).take_rank(0)
 
 
 def test_a_rank_that_would_fail_again_is_given_up_at_once(job: Job) -> None:
     process = Process(job)
-    assert process.claims.take(0)
+    assert process.take_rank(0)
     process.claims.failed(0, "bad document", for_good=True)
     assert process.claims.given_up() == {0: "bad document"}
 
@@ -218,15 +222,15 @@ def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone
         assert [process.take(), process.take()] == [2, 3]  # first those of which nothing bad is known
         for rank in (2, 3):
             process.claims.release(rank)
-        assert process.claims.take(0)
+        assert process.take_rank(0)
         assert process.claims.free() == []
-        assert not process.claims.take(1)
+        assert not process.take_rank(1)
         process.die()
         grow_old(tmp_path, 1000.0)
     last = Process(job)
-    assert not last.claims.take(0)
+    assert not last.take_rank(0)
     assert "2 times in a row without progress" in last.claims.given_up()[0]
-    assert last.claims.take(1)
+    assert last.take_rank(1)
 
 
 def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job: Job) -> None:
@@ -248,7 +252,7 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
     owner = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     store = job.make_store(owner)
     assert store.put(Mark(0, 1, owner), b"{}")
-    assert Process(job).claims.take(0) is True
+    assert Process(job).take_rank(0) is True
     assert Process(job).claims.free() == [1, 2, 3]
 
 
@@ -428,7 +432,7 @@ def test_twenty_workers_on_a_hundred_ranks(kind: str, tmp_path: Path, monkeypatc
 def test_beside_a_process_that_runs_all_ranks_a_worker_takes_none(job: Job, tmp_path: Path) -> None:
     first = Process(job)
     assert first.take() == 0
-    run = Process(job, is_run=True)
+    run = Process(job, runs_all=True)
     assert first.claims.next() is None
     assert len(first.claims.runs()) == 1
     assert first.claims.workers() == []
@@ -459,7 +463,7 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(
     grow_old(tmp_path, 200.0)
     there.store.beat()
     for rank in (1, 2, 3):
-        assert there.claims.take(rank)
+        assert there.take_rank(rank)
         there.claims.complete(rank)
     assert there.claims.free() == [0]
 

@@ -40,6 +40,7 @@ FREE, GIVEN_UP = "free", "given-up"  # they begin no other owner's name: those a
 LAUNCH = "DATATROVE_CKPT_LAUNCH"
 """The environment variable whose value is the same for all workers that were launched together."""
 _RUN = "-run"  # the end of the name of an owner that runs all ranks
+_KILLS = 3  # so many kills count as one attempt: mostly it was the machine, and not the rank
 _open_here: set[str] = set()  # the owners that are this process
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
 
@@ -267,7 +268,7 @@ class Claims:
             return False
         if is_left and record.alone:
             record = self._counted(rank, record)
-            if record.tries >= self._max_attempts:
+            if record.tries >= self._max_attempts * _KILLS:
                 why = f"the process that ran it was killed, {plural(record.tries, 'time')} in a row without progress"
                 self._put(Mark(rank, number, self._given_up), replace(record, why=why), look)
                 return False

@@ -114,8 +114,8 @@ class Evictions:
         rank = int(question.split()[1])
         mark = max(self._claims.glob(f"{rank:05d}-*"))
         owner = json.loads(mark.read_text())[0]
-        (pod,) = [pod for pod in self.cluster.active.values() if pod.process.pid == int(owner[8:16], 16)]
-        return pod
+        pods = [*self.cluster.active.values(), *self.cluster.cut_off]
+        return next(pod for pod in pods if pod.process.pid == int(owner[8:16], 16))
 
     def delay(self, payload: dict[str, Any], times: int) -> float:
         question = payload["messages"][-1]["content"]

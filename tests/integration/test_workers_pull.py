@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
@@ -145,13 +146,15 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server: 
 
 def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(server: FakeServer) -> None:
     write(server, at_once=1)
+    text = Path("job.yaml").read_text().replace("workers: 1\n", "workers: 1\n    max_rank_attempts: 1\n")
+    Path("job.yaml").write_text(text)
     Path("bad").write_text("kills")
     codes = []
     while len(codes) < 5 and 3 not in codes:
         process = worker()
         process.communicate(timeout=120)
         codes.append(process.returncode)
-    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 3]
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, -signal.SIGKILL, 3]
     assert complete() == {*range(TASKS)} - {3}
     Path("bad").unlink()
     ended(worker("--fail-on-dead-letters"))  # a run tries again what workers gave up
@@ -187,7 +190,12 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     time.sleep(1)
     assert run.poll() is None
     Path("logs/claims/00003-000002").write_text(
-        json.dumps(["given-up", {"tries": 1, "reached": [0, 0, 0], "why": "DocumentFailed: bad", "alone": False}])
+        json.dumps(
+            [
+                f"given-up-{xxhash.xxh32().hexdigest()}",
+                {"tries": 1, "reached": [0, 0, 0], "why": "DocumentFailed: bad", "alone": False},
+            ]
+        )
     )
     os.kill(first.pid, signal.SIGCONT)
     ended(first, 3)

@@ -42,8 +42,8 @@ ROOMS = {
     "executor": "errors formatting redaction retrying process checkpoint mirror claims inference.servers generation"
     " runner preflight",
     "jobs_executor": "errors formatting redaction retrying config process mirror claims runner preflight executor",
-    "cli": "errors formatting redaction retrying config process checkpoint maintenance preflight executor"
-    " jobs_executor",
+    "cli": "errors formatting redaction retrying config process checkpoint maintenance claims preflight"
+    " executor jobs_executor",
     "testing": "checkpoint mirror",
 }
 

@@ -90,7 +90,10 @@ class DiskClaims:
         os.utime(self._own.path)  # a file server sets the time of its own clock
 
     def name(self, owner: str) -> str:
-        return _named((self._folder / _WORKERS / owner).read_bytes())
+        try:
+            return _named((self._folder / _WORKERS / owner).read_bytes())
+        except FileNotFoundError:
+            return _named(b"")
 
     def forget(self, owner: str) -> None:
         files.disk.remove(self._folder / _WORKERS / owner)
@@ -127,6 +130,8 @@ def _parsed(path: Path) -> tuple[str, dict[str, object]]:
 
 
 def _named(process: bytes) -> str:
+    if not process:  # it has just begun, or ended
+        return "another process"
     return files.name_holder(orjson.loads(process))
 
 
@@ -170,7 +175,7 @@ class ObjectClaims:
         self._store.put(f"{_WORKERS}/{self._owner}", orjson.dumps(files.this_process()))
 
     def name(self, owner: str) -> str:
-        return _named(self._store.read(f"{_WORKERS}/{owner}", 1 << 20) or b"{}")
+        return _named(self._store.read(f"{_WORKERS}/{owner}", 1 << 20) or b"")
 
     def forget(self, owner: str) -> None:
         self._store.remove(f"{_WORKERS}/{owner}")

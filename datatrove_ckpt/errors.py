@@ -19,6 +19,7 @@ CkptError
 │   └── OutputFailed           a finished chunk could not be written or published
 ├── TooManyOpenFiles           the limit on open files was reached (ulimit -n)
 ├── UnexpectedExit             code that the rank ran called sys.exit, or raised KeyboardInterrupt and the like
+├── GivenUp                    tasks that no process tries again before somebody corrects their cause
 ├── WorkerDied                 the worker processes of some tasks were killed, or could not be started
 ├── Preempted                  stopped early by a signal or by the job's time limit; the same command resumes
 ├── ServerError
@@ -183,6 +184,10 @@ class UnexpectedExit(CkptError):
 
     It would end the process with documents missing, and often with exit code 0. Raise an ``Exception`` instead.
     """
+
+
+class GivenUp(CkptError):
+    """Tasks that no process tries again before somebody corrects their cause, which the message names."""
 
 
 class WorkerDied(CkptError):

@@ -16,12 +16,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import chdir, nullcontext
+from contextlib import chdir, closing, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -32,7 +32,17 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, DocumentError, UnexpectedExit, WorkerDied
+from datatrove_ckpt.checkpoint.layout import rank_folder
+from datatrove_ckpt.errors import (
+    CheckpointLocked,
+    CheckpointMismatch,
+    CkptError,
+    ConfigError,
+    DocumentError,
+    GivenUp,
+    UnexpectedExit,
+    WorkerDied,
+)
 from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
@@ -42,18 +52,27 @@ from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
-from datatrove_ckpt.process.task_errors import task_of_many
+from datatrove_ckpt.process.task_errors import own_error, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.tasks import TaskList, Tasks, in_turn
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
+from datatrove_ckpt.redaction import log_text
+from datatrove_ckpt.retrying import code_of_rank
 from datatrove_ckpt.runner import InferenceRunner
 
+if TYPE_CHECKING:
+    from datatrove_ckpt.claims.claims import Claims
+    from datatrove_ckpt.claims.progress import Progress
+
 _DEPENDENCY_POLL = 120.0  # seconds
+_CLAIMS_POLL, _REMOTE_CLAIMS_POLL = 2.0, 15.0  # seconds
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
 _RANKS_AT_ONCE = 8
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_Done = Callable[[int, PipelineStats], None]
+"""Gets each rank that is complete, with its statistics."""
 
 
 class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
@@ -72,6 +91,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     pipeline: list[PipelineStep]
     skip_completed: bool
+    _is_worker = False  # ends when no rank is free
+    _claims: Claims | None = None  # of the ranks that this process has taken; None: it was told which ranks to run
 
     def __init__(
         self,
@@ -167,12 +188,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             else:  # it counts them
                 screen.complete(rank)
 
-        overlap = self._most_at_once > 1 and len(ranks) > self.workers
         with self._screen(len(local), complete, stats) as screen:
-            if self.workers == 1:
-                self._work_through(TaskList(ranks, done), self._copy, 0, overlap)
-            else:
-                self._in_workers(ranks, screen, overlap, done)
+            self._run_ranks(ranks, screen, done)
+        if complete < len(local):  # other processes have completed the others
+            stats = stats_of_complete(self.logging_dir, local)
         for seconds in _MARKER_LOOKS:
             time.sleep(seconds)
             left = self.get_incomplete_ranks(ranks, skip_completed=True)
@@ -187,6 +206,38 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if self.local_tasks > 1:  # the only one has said its own
             logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
         return stats
+
+    def run_worker(self) -> int:
+        """Runs tasks that no other process runs, until there is none. Returns how many it has completed.
+
+        Any number of processes may do that at one time, beside one that calls ``run``. Only ``run`` makes the checks.
+        A task whose documents, input or output are wrong is given up, with its cause; this process goes on.
+
+        Raises:
+            ConfigError: ``logging_dir`` cannot hold claims.
+            GivenUp: no task is free, and some were given up, by this process or another one.
+            CheckpointLocked: another process runs all tasks.
+            CkptError: a task failed by something that may pass, or is wrong for all tasks.
+            KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have drained.
+        """
+        from datatrove_ckpt.preflight.before_run import check_before_worker
+
+        check_before_worker(self)
+        worker = copy(self)
+        worker._is_worker = True
+        local = range(self.world_size)
+        ranks = self.get_incomplete_ranks(local)
+        stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
+        completed = []
+
+        def done(rank: int, result: PipelineStats) -> None:
+            completed.append(rank)
+            if screen is not None:
+                screen.complete(rank)
+
+        with self._screen(len(local), len(local) - len(ranks), stats) as screen:
+            worker._take_and_run(ranks, screen, done)
+        return len(completed)
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         # datatrove says that an executor's ``run`` calls it for each task; it has no public name.
@@ -230,6 +281,148 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), min(intervals))
 
     @property
+    def _may_have_workers(self) -> bool:
+        """Processes may take ranks of this run by themselves (``run_worker``), and what they do is safe."""
+        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        if not runners or any(runner.checkpoints_local_dir is None for runner in runners):
+            return False
+        from datatrove_ckpt.mirror.object_store import bucket_for
+
+        return self.skip_completed and self.local_tasks == self.world_size > 1 and bucket_for(self._folder) is None
+
+    @property
+    def _folder(self) -> str:
+        return str(self.logging_dir.resolve_paths(""))
+
+    def _open_claims(self, runs_all: bool) -> closing[Claims]:
+        """Makes this process known to the others. ``runs_all``: as one that lets nobody else run a rank."""
+        from datatrove_ckpt.claims.claims import Claims, new_owner
+        from datatrove_ckpt.claims.stores import open_store
+
+        owner = new_owner(runs_all)
+        store = open_store(f"{self._folder.rstrip('/')}/claims", owner)
+        apart = copy(self)
+        apart.logging_dir = _own_listings(self.logging_dir)
+        incomplete = partial(apart.get_incomplete_ranks, range(self.world_size), True)
+        alone = self._most_at_once == 1
+        attempts = self.max_rank_attempts
+        return closing(Claims(store, owner, incomplete, self._reached, attempts, alone, self._is_worker))
+
+    def _reached(self, rank: int) -> Progress:
+        from datatrove_ckpt.claims.progress import local_progress, mirrored_progress
+
+        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        urls = [runner.checkpoints_remote_dir for runner in runners if runner.checkpoints_remote_dir is not None]
+        if urls:
+            return mirrored_progress([f"{url}/{rank:05d}" for url in urls])
+        return local_progress([rank_folder(runner.checkpoints_root, rank) for runner in runners])
+
+    def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
+        """Runs the ranks; beside workers those that they do not run, and waits for the others.
+
+        Without workers, no rank is claimed: whoever would join sees this process, and is refused.
+        """
+        if not self._may_have_workers:
+            self._run_all(ranks, screen, done)
+            return
+        with self._open_claims(runs_all=True) as claims:
+            claims.clear()
+            workers = claims.workers()
+            if not workers:
+                self._run_all(ranks, screen, done)
+                return
+        logger.info(f"Workers have tasks of this job: {', '.join(workers)}. This process takes tasks as one of them.")
+        self._take_and_run(ranks, screen, done)
+
+    def _take_and_run(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
+        """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a worker ends.
+
+        Raises:
+            GivenUp: some ranks were given up.
+            CheckpointLocked: this is a worker, and there is a process that runs all ranks.
+        """
+        with self._open_claims(runs_all=False) as claims:
+            worker = copy(self)
+            worker.workers = 1
+            worker._claims = claims
+            is_waiting = False
+            while left := set(self.get_incomplete_ranks(ranks)) - claims.done - claims.given_up().keys():
+                free = claims.free()
+                if free:
+                    worker._run_all(free, screen, done)
+                elif self._is_worker:
+                    break
+                elif not is_waiting:
+                    others = ", ".join(claims.workers()) or "other processes"
+                    logger.info(f"{plural_is(len(left), 'task')} run by {others}. Waiting for them.")
+                is_waiting = not free
+                if is_waiting:
+                    time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
+            runs = claims.runs()
+            if left and self._is_worker and runs:
+                raise _runs_all(runs)
+            given_up = claims.given_up()
+            if given_up:
+                raise _given_up(given_up, self.world_size)
+            if not self._is_worker:
+                claims.clear()
+
+    def _run_all(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
+        overlap = self._most_at_once > 1 and len(ranks) > self.workers
+        if self.workers != 1:
+            self._in_workers(ranks, screen, overlap, done)
+            return
+        wanted: Iterable[int] = ranks
+        if self._claims is not None:
+            wanted = iter(self._claims.next, None)
+        self._work_through(TaskList(wanted, _if_run(done)), self._copy, 0, overlap)
+
+    def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
+        """Runs a rank, and says in its claim how it has ended. None: this process has not completed it.
+
+        Raises:
+            BaseException: of the rank; but a worker goes on if only this rank is wrong.
+        """
+        claims = self._claims
+        if claims is None:
+            return self._run_one(rank, slot)
+        try:
+            stats = self._run_one(rank, slot)
+        except CheckpointLocked as error:
+            claims.lost(rank)
+            logger.warning(f"Task {rank} is left to another process. {error}")
+            return None
+        except Exception as error:
+            own = own_error(error) or error
+            code = code_of_rank(own)
+            why = log_text(f"{type(own).__name__}: {own}")
+            if code in (1, 3):
+                claims.failed(rank, why, for_good=code == 3)
+            else:
+                claims.release(rank)
+            if code != 3 or not self._is_worker:
+                raise
+            logger.error(f"Task {rank} is given up, and the others go on. {why}")
+            return None
+        except BaseException:
+            claims.release(rank)
+            raise
+        claims.complete(rank)
+        return stats
+
+    def _run_one(self, rank: int, slot: int) -> PipelineStats:
+        if self.is_rank_completed(rank):  # by a process that died just afterwards
+            return _saved_stats(self.logging_dir, rank)
+        try:
+            return self._run_for_rank(rank, slot)
+        except SystemExit as exit:
+            if exit.code and threading.current_thread() is threading.main_thread():  # of a signal it has a code
+                raise
+            raise UnexpectedExit(
+                f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
+            ) from exit
+
+    @property
     def _most_at_once(self) -> int:
         """How many ranks may run at one time in this process."""
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
@@ -264,7 +457,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         finally:
             _close_servers()
 
-    def _overlap(self, ranks: Tasks, run: Callable[[int], PipelineStats], slot: int) -> None:
+    def _overlap(self, ranks: Tasks, run: Callable[[int], PipelineStats | None], slot: int) -> None:
         from datatrove_ckpt.inference.servers.host import ServerHost
 
         (runner,) = (step for step in self.pipeline if isinstance(step, InferenceRunner))
@@ -276,9 +469,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         with task_of_many(True), log_of_many(slot), preemption, no_exit(who, preemption.shutdown):
             RankThreads(at_once, preemption, make_servers, run, ranks).work_through()
 
-    def _in_workers(
-        self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: Callable[[int, PipelineStats], None]
-    ) -> None:
+    def _in_workers(self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done) -> None:
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor", _RANK])
         if self.start_method == "fork":
@@ -353,21 +544,24 @@ def _work(pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot
     make_executor()._work_through(ranks, make_executor, slot, overlap)
 
 
-def _run_rank(make_executor: Callable[[], LocalPipelineExecutor], slot: int, folder: Path, rank: int) -> PipelineStats:
-    """Runs one rank, which starts in this folder: a step of another rank may have changed it."""
+def _run_rank(
+    make_executor: Callable[[], LocalPipelineExecutor], slot: int, folder: Path, rank: int
+) -> PipelineStats | None:
+    """Runs one rank, which starts in this folder: a step of another rank may have changed it. None: it has not run."""
     os.chdir(folder)
     executor = make_executor()
     executor.logging_dir = _own_listings(executor.logging_dir)
-    if executor.is_rank_completed(rank):  # by a worker that died just afterwards
-        return _saved_stats(executor.logging_dir, rank)
-    try:
-        return executor._run_for_rank(rank, slot)
-    except SystemExit as exit:
-        if exit.code and threading.current_thread() is threading.main_thread():  # of a signal it has a code
-            raise
-        raise UnexpectedExit(
-            f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
-        ) from exit
+    return executor._run_taken(rank, slot)
+
+
+def _if_run(done: _Done) -> Callable[[int, PipelineStats | None], None]:
+    """``done`` for the ranks that this process has run: of others it has no statistics."""
+
+    def take(rank: int, stats: PipelineStats | None) -> None:
+        if stats is not None:
+            done(rank, stats)
+
+    return take
 
 
 def _own_listings(folder: DataFolder) -> DataFolder:
@@ -433,6 +627,21 @@ def _as_counted(value: dict[str, float] | float) -> MetricStats:
     if isinstance(value, dict):
         return MetricStats.from_dict(value)
     return MetricStats(value, value, 1, 1, 1) if value else MetricStats(0, 1, 0, 0, 0)
+
+
+def _given_up(causes: dict[int, str], tasks: int) -> GivenUp:
+    named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
+    return GivenUp(
+        f"{len(causes)} of {tasks} tasks are not complete, because they were given up:{named}\nCorrect the cause, and "
+        "run the job again without --worker to resume."
+    )
+
+
+def _runs_all(processes: Sequence[str]) -> CheckpointLocked:
+    return CheckpointLocked(
+        f"All tasks of this job are run by {', '.join(processes)}, which was started without --worker. Stop it, and "
+        "start every machine with --worker. If it was killed on another machine, it counts as alive for five minutes."
+    )
 
 
 def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:

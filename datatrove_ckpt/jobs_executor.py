@@ -38,7 +38,7 @@ from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.layout import COMMITS, is_journal
+from datatrove_ckpt.claims.progress import Progress, mirrored_progress
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
@@ -72,8 +72,6 @@ _LOOKS = 4  # for the markers of a job that has completed
 _ALL_RANKS, _THIS_RANK = 2, 3  # codes of ``code_of_rank``
 
 T = TypeVar("T")
-Progress = tuple[int, int, int]
-"""Of a rank: bytes of commits, of journals and of saved answers. It only grows; later ones are dropped by earlier."""
 
 
 @dataclass(frozen=True)
@@ -551,7 +549,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         def look() -> dict[int, Progress]:
             with ThreadPoolExecutor(_THREADS) as threads:
-                sums = threads.map(lambda rank: _reached([f"{url}/{rank:05d}" for url in urls]), ranks)
+                sums = threads.map(lambda rank: mirrored_progress([f"{url}/{rank:05d}" for url in urls]), ranks)
                 return dict(zip(ranks, sums, strict=True))
 
         return self._asked("The mirror cannot be read", look)
@@ -630,19 +628,6 @@ def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
             else enumerate([values] if isinstance(values, str) else values or ())
         )
         yield from ((key, str(name), str(value)) for name, value in named)
-
-
-def _reached(urls: Iterable[str]) -> Progress:
-    """Of one rank, over its runners."""
-    from datatrove_ckpt.mirror.job import newest_manifest
-
-    commits = journals = answers = 0
-    for manifest in filter(None, map(newest_manifest, urls)):
-        sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
-        commits += sizes.get(COMMITS, 0)
-        journals += sum(size for name, size in sizes.items() if is_journal(name))
-        answers += sum(part.size for part in manifest.answers)
-    return commits, journals, answers
 
 
 @contextmanager

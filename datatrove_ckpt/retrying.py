@@ -26,6 +26,7 @@ from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
     DocumentError,
+    GivenUp,
     InputError,
     OutputFailed,
     OutputMismatch,
@@ -459,10 +460,9 @@ MIRROR = RetryPolicy(first=1.0, longest=16.0)
 
 
 def code_of_rank(error: BaseException) -> int:
-    """The exit code of a rank that an error stopped: what a scheduler must know, such as Kubernetes' podFailurePolicy.
+    """The exit code of a rank or worker that an error stopped: what a scheduler must know, as Kubernetes does.
 
-    2 stops all ranks, 3 this one; 143 starts it again, as often as it comes. 1 may pass: it starts it again, for a few
-    times.
+    2 stops all, 3 this one; 143 starts it again, as often as it comes. 1 may pass: it starts it again, for a few times.
     """
     if isinstance(error, Preempted):  # by a time limit or a notice
         return 128 + signal.SIGTERM
@@ -471,4 +471,4 @@ def code_of_rank(error: BaseException) -> int:
     if isinstance(error, ConfigError | CheckpointMismatch):
         return 2
     may_pass = any(isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed) for one in causes(error))
-    return 3 if isinstance(error, DocumentError | InputError | OutputMismatch) and not may_pass else 1
+    return 3 if isinstance(error, DocumentError | GivenUp | InputError | OutputMismatch) and not may_pass else 1

@@ -3,6 +3,7 @@
 A pod has an empty HOME, TMPDIR and working folder of its own, which are removed when it has ended, and the ConfigMap's
 files. Its volumes are folders of this machine, at the paths where the Job mounts them. What follows from its end is
 read from the Job: the first rule of ``podFailurePolicy`` that fits, ``backoffLimitPerIndex``, ``parallelism``.
+All pods see the same host and the same processes, as those of one node may.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,18 @@ import yaml
 from tests import processes
 
 CONFIG, WORK = "/etc/datatrove-ckpt", "/work"
-INDEX = "$(JOB_COMPLETION_INDEX)"
+LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
 class Pod:
-    """One process of a rank.
+    """One process of a worker.
 
     Attributes:
         ended_by: "eviction", "spot" (SIGTERM, but no condition), "node lost", "cut off", or "" if nothing ended it.
         asked: the questions that it sent.
     """
 
-    def __init__(self, folder: Path, index: int, job: dict[str, Any], files: dict[str, str]) -> None:
+    def __init__(self, folder: Path, index: int, job: dict[str, Any], files: dict[str, str], launch: str) -> None:
         self.index, self.ended_by, self.asked = index, "", set[str]()
         self._folder = folder
         for name in ("home", "tmp", "work", "config"):
@@ -47,8 +49,13 @@ class Pod:
         self.grace = spec["terminationGracePeriodSeconds"]
         (container,) = spec["containers"]
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
-        environment |= {one["name"]: self._here(one["value"]) for one in container["env"]}
-        program, *words = [self._here(word.replace(INDEX, str(index))) for word in container["command"]]
+        for one in container["env"]:
+            if "value" in one:
+                environment[one["name"]] = self._here(one["value"])
+            else:
+                assert one["valueFrom"] == {"fieldRef": {"fieldPath": LABEL}}
+                environment[one["name"]] = launch
+        program, *words = [self._here(word) for word in container["command"]]
         assert program == "datatrove-ckpt"
         self._log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
@@ -100,6 +107,7 @@ class Cluster:
         self._files = config_map["data"]
         self._spec = self._job["spec"]
         self._folder = folder
+        self._launch = uuid.uuid4().hex
         self._ended: queue.SimpleQueue[tuple[Pod, int]] = queue.SimpleQueue()
         self._timers: list[threading.Timer] = []
         self._failures = Counter[int]()
@@ -148,7 +156,7 @@ class Cluster:
     def _start(self, index: int) -> None:
         # All pods see the same paths. One that is cut off keeps its own.
         folder = self._folder / f"{index}-{sum(pod.index == index for pod in self.cut_off)}"
-        pod = self.active[index] = Pod(folder, index, self._job, self._files)
+        pod = self.active[index] = Pod(folder, index, self._job, self._files, self._launch)
         threading.Thread(target=lambda: self._ended.put((pod, pod.wait())), daemon=True).start()
 
     def _follows(self, pod: Pod, code: int) -> bool:

@@ -325,7 +325,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def lock_holder(path: Path | str) -> dict[str, Any] | None:
-    """Who holds a lock now, as ``_this_process`` says; None if no process does, or the file system has no locks."""
+    """Who holds a lock now, as ``this_process`` says; None if no process does, or the file system has no locks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -361,7 +361,7 @@ def _holder(content: bytes) -> dict[str, Any]:
 
 def _held_by(holder: bytes, path: Path) -> str:
     found = _holder(holder)
-    if found == _this_process():
+    if found == this_process():
         return (
             f"This very process works on this rank already: another call of run or run_async in it holds {path}. Wait "
             "for that call to end, or cancel it, and call again. Two calls at once need two ranks, or two "
@@ -378,7 +378,7 @@ def name_holder(holder: dict[str, object]) -> str:
     return f"pid {holder.get('command', holder.get('pid'))} on {holder.get('host')}"
 
 
-def _this_process() -> dict[str, object]:
+def this_process() -> dict[str, object]:
     """Host and pid; of a worker also the pid of the ``command`` that started it."""
     module = sys.modules.get("multiprocess")  # it takes long to import
     parent = module.parent_process() if module is not None else None
@@ -399,7 +399,7 @@ class Lock:
         self.works = True
         self._fd = self._acquire()
         _held.add(self)
-        holder = orjson.dumps(_this_process())
+        holder = orjson.dumps(this_process())
         try:
             with explained("write to", path):
                 os.ftruncate(self._fd, 0)

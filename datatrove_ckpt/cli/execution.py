@@ -22,7 +22,7 @@ from datatrove.executor.base import PipelineExecutor
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.commits import sum_counts, sum_delivered
+from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
@@ -116,19 +116,22 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 _retry_dead_letters(plan)
             # Complete ranks have dead letters, too.
             executor.skip_completed = executor.skip_completed and not plan.retries
+            if arguments.worker:
+                started = True
+                _work(executor)
+                return 0
             if isinstance(executor, JobsPipelineExecutor):
                 executor.check()
             with checkpoints_seen(executor):
                 check_before_run(executor)
-            if arguments.rank is None:
-                _warn_of_hub(plan)
+            _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters).")
-                return fail(left, exit_code(left, arguments.rank))
+                return fail(left, 1)
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
@@ -136,17 +139,23 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             raise
         return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
     except Exception as error:
-        if isinstance(error, ConfigError) and not started and arguments.rank is None:
+        if isinstance(error, ConfigError) and not started and not arguments.worker:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption, arguments.command)
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments, plan), exit_code(own, arguments.rank))
+        return fail(_with_command(own, arguments, plan), exit_code(own, arguments.worker))
     finally:
         say_errors_later(False)
     return 0
+
+
+def _work(executor: LocalPipelineExecutor) -> None:
+    executor._quiet = QuietErrors(said_later=True)
+    completed = executor.run_worker()
+    say(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
 
 
 def _warn_of_hub(plan: RunPlan) -> None:
@@ -157,9 +166,9 @@ def _warn_of_hub(plan: RunPlan) -> None:
                 logger.warning(f"{finding.what}: {finding.message}")
 
 
-def exit_code(error: Exception, rank: int | None) -> int:
-    """Of a run that an error stopped. Of one rank: see ``code_of_rank``. Other runs end with 1: scripts know it."""
-    return 1 if rank is None else code_of_rank(error)
+def exit_code(error: Exception, of_worker: bool) -> int:
+    """Of a run that an error stopped. Of a worker: ``code_of_rank``. Others end with 1: scripts know it."""
+    return code_of_rank(error) if of_worker else 1
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
@@ -180,9 +189,7 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         checked = check_after_run(executor)
         for runner in kept:
             say(said(closing_line(runner, arguments.command, checked, started)))
-    # Of the rank that ran: a checkpoint on a volume has those of the others, too.
-    committed = ([one for one in job.committed if arguments.rank in (None, one[0])] for job in checked.jobs.values())
-    return sum(sum_delivered(counts).dead for counts in committed)
+    return sum(job.counts.dead for job in checked.jobs.values())
 
 
 def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan) -> Exception:

@@ -1,12 +1,13 @@
 """``datatrove-ckpt k8s``: a job as a ConfigMap and an Indexed Job of Kubernetes, for ``kubectl apply -f -``.
 
-    index of the Job    a rank: its pods run ``run job.yaml --rank INDEX``
+    index of the Job    a worker: its pods run ``run job.yaml --worker``
     ConfigMap           the job's file in the long form, and the user's own modules. Its keys hold no /: pa..roll.py
     emptyDir            the working folder: new for each pod. What must stay has a URL, or is on a volume
-    podFailurePolicy    what follows from the exit codes of ``run --rank`` (``cli/execution.py``)
+    podFailurePolicy    what follows from the exit codes of ``run --worker`` (``cli/execution.py``)
 
-The controller starts a rank's next pod when the last one has ended. If a node only seems to be gone, the mirror or the
-lock tells which of two pods goes on.
+The controller starts an index's next pod when the last one has ended, with the same host name: so others see at once
+that the last one's claims are free. If a node only seems to be gone, the mirror or the lock tells which of two pods
+goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
+from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.short_form import Node, read_config, words_of
@@ -25,7 +27,7 @@ from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executor import LocalPipelineExecutor
-from datatrove_ckpt.preflight.before_run import lost_with_disk
+from datatrove_ckpt.preflight.before_run import lost_with_disk, refuse_without_claims
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.own_modules import own_modules
 from datatrove_ckpt.redaction import is_surely_secret, redact
@@ -37,10 +39,11 @@ _WORK, _CONFIG = "/work", "/etc/datatrove-ckpt"
 _TO_SAVE = 10.0
 # ``kubectl apply`` keeps a copy of the whole object in an annotation, and annotations have 256 KiB.
 _MOST_BYTES = 200_000
-_MOST_TASKS = 100_000  # of a Job with backoffLimitPerIndex
+_MOST_PODS = 100_000  # of a Job with backoffLimitPerIndex
 _KEY = re.compile("[-_.a-zA-Z0-9]{1,253}")
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL_LENGTH = 63
+_LAUNCH_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"  # of this very Job
 
 
 def _on_exit(action: str, *codes: int) -> Node:
@@ -71,10 +74,12 @@ def k8s(arguments: argparse.Namespace) -> int:
     plan = RunPlan(executor)
     job = kubernetes_job(content, plan)
     _refuse_lost(plan, job)
-    metadata = {"name": _name(job, source, plan.tasks)}
+    refuse_without_claims(plan)
+    workers = min(job.workers or plan.tasks, plan.tasks)
+    metadata = {"name": _name(job, source, workers)}
     metadata |= {} if job.namespace is None else {"namespace": job.namespace}
     config_map = _config_map(content, plan, metadata)
-    manifest = _job(plan, job, config_map)
+    manifest = _job(plan, job, config_map, workers)
     _refuse_secrets(*leaves(config_map["data"], "ConfigMap"), *leaves(manifest["spec"], "Job"))
     say(f"{dump(config_map)}---\n{dump(manifest)}".rstrip())
     return 0
@@ -83,14 +88,14 @@ def k8s(arguments: argparse.Namespace) -> int:
 def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
     """
     Raises:
-        ConfigError: its ranks cannot run alone, each on a machine of its own.
+        ConfigError: its ranks are for other machines, or wait for those of another job.
     """
     if not isinstance(executor, LocalPipelineExecutor):
         given = type(executor).__name__
         raise ConfigError(f"executor: {command} needs class_path: LocalPipelineExecutor; it is {given}.")
     if executor.depends is not None:
         raise ConfigError(
-            "executor: depends: each rank would run that job. Run it first, as one of its own, and remove this."
+            "executor: depends: each worker would run that job. Run it first, as one of its own, and remove this."
         )
 
 
@@ -128,14 +133,14 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
         )
 
 
-def _name(job: KubernetesJob, source: str, tasks: int) -> str:
+def _name(job: KubernetesJob, source: str, workers: int) -> str:
     """
     Raises:
-        ConfigError: it is no name for the pods of so many tasks.
+        ConfigError: it is no name for so many pods.
     """
-    if tasks > _MOST_TASKS:
-        raise ConfigError(f"executor: tasks: a Job of Kubernetes has at most {_MOST_TASKS}; they are {tasks}.")
-    most = _LABEL_LENGTH - 1 - len(str(tasks - 1))
+    if workers > _MOST_PODS:
+        raise ConfigError(f"{_SECTION}: workers: a Job has at most {_MOST_PODS}; they are {workers}.")
+    most = _LABEL_LENGTH - 1 - len(str(workers - 1))
     name = job.name or re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower()).strip("-")[:most].rstrip("-")
     if not _LABEL.fullmatch(name) or len(name) > most:
         raise ConfigError(f"{_SECTION}: name: {name!r} is not one to {most} of a-z, 0-9 and -, with a letter first.")
@@ -188,7 +193,7 @@ def _refuse_secrets(*texts: tuple[str, object]) -> None:
             )
 
 
-def _job(plan: RunPlan, job: KubernetesJob, config_map: Node) -> Node:
+def _job(plan: RunPlan, job: KubernetesJob, config_map: Node, workers: int) -> Node:
     metadata, files = config_map["metadata"], {"name": config_map["metadata"]["name"]}
     if any(".." in key for key in config_map["data"]):  # of packages
         files["items"] = [{"key": key, "path": key.replace("..", "/")} for key in config_map["data"]]
@@ -206,12 +211,14 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node) -> Node:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     env = {"PYTHONPATH": _CONFIG, **(job.env or {})}
+    variables: list[Node] = [{"name": variable, "value": value} for variable, value in env.items()]
+    variables.append({"name": LAUNCH, "valueFrom": {"fieldRef": {"fieldPath": _LAUNCH_LABEL}}})
     container: Node = {
-        "name": "rank",
+        "name": "worker",
         "image": job.image,
-        "command": ["datatrove-ckpt", "run", f"{_CONFIG}/job.yaml", "--rank", "$(JOB_COMPLETION_INDEX)"],
+        "command": ["datatrove-ckpt", "run", f"{_CONFIG}/job.yaml", "--worker"],
         "workingDir": here,
-        "env": [{"name": variable, "value": value} for variable, value in env.items()],
+        "env": variables,
         "envFrom": [{"secretRef": {"name": secret}} for secret in job.secrets or ()],
         "resources": {"requests": {"cpu": str(job.cpu), "memory": job.memory}},
         "volumeMounts": mounts,
@@ -228,8 +235,8 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node) -> Node:
     }
     spec: Node = {
         "completionMode": "Indexed",
-        "completions": plan.tasks,
-        "parallelism": min(job.parallelism or plan.tasks, plan.tasks),
+        "completions": workers,
+        "parallelism": workers,
         "backoffLimitPerIndex": job.backoff,
         "podFailurePolicy": {"rules": _RULES},
         "template": {"spec": pod | (job.pod or {})},
@@ -238,7 +245,7 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node) -> Node:
 
 
 def _gpus(plan: RunPlan) -> int:
-    """Of one rank."""
+    """Of one worker."""
     configs = [config for runner in plan.runners for config in runner.step.models.values()]
     leased = (config.gpus_each * config.replicas for config in configs if config.engine.leases_gpus)
     return sum(leased) + sum(config.gpus or 0 for config in configs if not config.engine.leases_gpus)

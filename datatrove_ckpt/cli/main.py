@@ -185,7 +185,6 @@ _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json say
 _FULL = _flag("--full", "read all output and compare its content, too")
 
 _N = partial(_count, "documents")
-_RANK = partial(_count, "a rank", least=0)
 
 # commands ------------------------------------------------------------------------------------------------------------
 
@@ -215,7 +214,7 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
     ),
     _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
     _flag("--start-over", "rename the run folder (runs/x to runs/x.1), and begin anew; not needed to resume"),
-    _argument("N", "run this one of the tasks, from 0, as a pod of Kubernetes does", "--rank", type=_RANK),
+    _flag("--worker", "run tasks that no other process runs, until there is none; start any number of them"),
     _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
     _flag("--repair", "first do what repair would do; it is printed, and on a terminal you are asked"),
@@ -231,14 +230,14 @@ def run() -> None:
     (OVERRIDES)
 
     exit codes:
-      0  done, or submitted
+      0  done, or submitted; with --worker: no task is free or given up, others may still run
       1  stopped by an error; the same command resumes
          with --fail-on-dead-letters also: dead letters are left
       2  a mistake in CONFIG or on the command line; nothing was started
-         with --rank also: the checkpoint or the input is another run's, so no rank can go on
-      3  with --rank: documents, input or output of this rank are the cause; other ranks can go on
+         with --worker also: the checkpoint or the input is another run's, so no task can go on
+      3  with --worker: no task is free, but some were given up; they are named
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
-         with --rank also 143: stopped early without a signal, by a time limit or a notice
+         with --worker also 143: stopped early without a signal, by a time limit or a notice
     """
 
 

@@ -61,25 +61,37 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
-    """The file's content, with the overrides, and what it describes; with ``--rank`` that one rank.
+    """The file's content, with the overrides, and what it describes.
 
     Raises:
-        ConfigError: a mistake in it; or there is no such rank, or its tasks do not run here.
+        ConfigError: a mistake in it; or no worker can run its tasks.
     """
-    content, rank = read_config(arguments.config, arguments.overrides), arguments.rank
+    content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
-    if rank is None:
-        return content, executor
-    if arguments.start_over:
-        raise ConfigError("--start-over: moves the work of all ranks. Give it without --rank, while no rank runs.")
+    if arguments.worker:
+        executor = _as_worker(executor, content, arguments)
+    return content, executor
+
+
+def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> PipelineExecutor:
+    """
+    Raises:
+        ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
+    """
+    for name in ("retry_dead_letters", "start_over", "repair", "fail_on_dead_letters"):
+        if getattr(arguments, name):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: is for a run of all tasks. Give it without --worker.")
     from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
 
-    refuse_other_kinds(executor, "--rank")
-    if rank >= (tasks := executor.world_size):
-        raise ConfigError(f"--rank {rank}: the job has tasks: {tasks}, so its ranks are 0 to {tasks - 1}.")
+    refuse_other_kinds(executor, "--worker")
     given = content["executor"].get("init_args") or {}
-    content["executor"]["init_args"] = given | {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
-    return content, build(content)
+    if not given.get("logging_dir"):
+        raise ConfigError("executor: logging_dir: --worker needs one, where workers find each other's claims.")
+    if given.get("workers", 1) != 1:
+        print(f"workers: {given['workers']}: --worker is one process; start as many as you want.", file=sys.stderr)
+    content["executor"]["init_args"] = given | {"workers": 1}
+    return build(content)
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -20,14 +20,14 @@ class KubernetesJob:
         image: has datatrove-ckpt in the version of this command, the engine, and the packages that the job imports.
         name: of Job and ConfigMap. None: that of the file.
         namespace: None: the one that kubectl has chosen.
-        parallelism: how many ranks run at once. None: all for which the cluster has room.
+        workers: how many pods share the tasks. None: one for each task.
         gpus: of a pod. None: as many as its servers need.
         gpu_resource: what the cluster calls them.
         cpu: requested cores.
         memory: requested.
         grace_seconds: from SIGTERM to SIGKILL. The drain (``drain_seconds``) and saving must fit in. A spot node may
             give less.
-        backoff: how often a rank may fail before it is given up. Evictions and preemptions do not count.
+        backoff: how often a worker may fail before it is given up. Evictions and preemptions do not count.
         secrets: names of Secret objects. Their keys become environment variables.
         env: more environment variables; no secrets.
         volumes: where PersistentVolumeClaims are mounted, by their names. Folders on them are kept.
@@ -37,7 +37,7 @@ class KubernetesJob:
     image: str
     name: str | None = None
     namespace: str | None = None
-    parallelism: int | None = None
+    workers: int | None = None
     gpus: int | None = None
     gpu_resource: str = "nvidia.com/gpu"
     cpu: str | float = "4"
@@ -50,7 +50,7 @@ class KubernetesJob:
     pod: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("parallelism", 1), ("gpus", 0), ("grace_seconds", 1), ("backoff", 0)):
+        for name, least in (("workers", 1), ("gpus", 0), ("grace_seconds", 1), ("backoff", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}: must be at least {least}; it is {value}.")

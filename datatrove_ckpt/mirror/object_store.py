@@ -13,11 +13,14 @@ commit, of which the hub allows 128 an hour: a mirror there can only be read.
 from __future__ import annotations
 
 import errno
+import math
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -93,16 +96,21 @@ _REPOSITORY = re.compile(r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(
 
 
 class ObjectStore:
-    """The objects below one URL, by their names. A name may contain folders."""
+    """The objects below one URL, by their names. A name may contain folders.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        apart: keep no listing together with others of this process. Some file systems cannot list a folder in two
+            threads at one time.
+    """
+
+    def __init__(self, url: str, apart: bool = False) -> None:
         self.url = url.rstrip("/")
         self._is_local = get_protocol(url) in ("file", "local")
         options = {}
         if self._is_local:
             options["auto_mkdir"] = True  # missing parents of a folder are made; a bucket is not
         with file_system_call():
-            self._fs, root = url_to_fs(self.url, **options)
+            self._fs, root = url_to_fs(self.url, skip_instance_cache=apart, **options)
         no_bars_in_logs()
         self._root = root.rstrip("/")
         self._streamed = {}
@@ -184,6 +192,17 @@ class ObjectStore:
             return []
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
 
+    def times(self, folder: str = "") -> dict[str, float]:
+        """When each object directly in the folder was written, by the store's clock, in Unix seconds; else infinity."""
+        path = self._path(folder)
+        try:
+            with file_system_call():
+                self._fs.invalidate_cache(path)
+                entries = self._fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {str(entry["name"]).rpartition("/")[2]: _written_at(entry) for entry in entries}
+
     def below(self, folder: str) -> list[str]:
         """The names of all objects in the folder and in those below it."""
         with file_system_call():
@@ -202,6 +221,26 @@ class ObjectStore:
         return f"{self._root}/{name}".rstrip("/")
 
 
+def _written_at(entry: dict[str, Any]) -> float:
+    """Of an entry of a listing; each file system has a name of its own for it."""
+    for key in ("uploaded_at", "LastModified", "updated", "last_modified", "mtime", "created"):
+        value = entry.get(key)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, float):
+            return value
+    return math.inf
+
+
+def bucket_for(url: str) -> str | None:
+    """The bucket to use in place of a repository of the Hugging Face hub; None if the URL is in no repository."""
+    if get_protocol(url) != "hf" or url.startswith("hf://buckets/"):
+        return None
+    return _REPOSITORY.sub(r"hf://buckets/\1", url)
+
+
 def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
     """Refuses a URL to which no mirror can be written, without using the network. ``key`` names the setting.
 
@@ -209,8 +248,8 @@ def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
         ConfigError: see ``check_url``; or it is a repository on the Hugging Face hub.
     """
     check_url(key, url)
-    if get_protocol(url) == "hf" and not url.startswith("hf://buckets/"):
-        bucket = _REPOSITORY.sub(r"hf://buckets/\1", url)
+    bucket = bucket_for(url)
+    if bucket is not None:
         raise ConfigError(
             f"{key}: {url} is in a repository, where each of the mirror's writes would be a commit; "
             f"the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create OWNER/NAME --private` makes "

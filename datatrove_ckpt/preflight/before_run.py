@@ -39,6 +39,7 @@ from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
+from datatrove_ckpt.mirror.object_store import bucket_for
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files, published_names
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
@@ -292,6 +293,43 @@ def check_before_run(executor: PipelineExecutor) -> None:
 
             # No rank will do it itself, because datatrove does not start those that are complete.
             upload_finished_ranks(step.checkpoints_remote_dir, root)
+
+
+def check_before_worker(executor: PipelineExecutor) -> None:
+    """The checks of a worker that takes tasks beside others: of this machine. Those of the whole job are ``run``'s.
+
+    Each task compares its settings with ``job.json`` when it starts.
+
+    Raises:
+        ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
+    """
+    plan = RunPlan(executor)
+    refuse_without_claims(plan)
+    _check_folders(plan)
+    _check_inputs(plan)
+    _check_launch(plan)
+    _check_hub(plan)
+    note_steps(plan)
+
+
+def refuse_without_claims(plan: RunPlan) -> None:
+    """
+    Raises:
+        ConfigError: claims cannot lie in ``logging_dir``, or protect nothing.
+    """
+    bucket = bucket_for(plan.logging_dir.resolve_paths(""))
+    if bucket is not None:
+        raise ConfigError(
+            f"logging_dir: {plan.logging_dir.resolve_paths('')} is in a repository, where each claim of a worker would "
+            f"be a commit; the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create OWNER/NAME "
+            "--private` makes one)."
+        )
+    for runner in plan.runners:
+        if runner.step.checkpoints_local_dir is None:
+            raise ConfigError(
+                f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs one, because only "
+                "the checkpoint keeps two workers apart."
+            )
 
 
 class Checked(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ class Tasks(Protocol):
 
 
 class TaskList:
-    """Tasks that are known from the start.
+    """Tasks that come from an iterator, which may take a while to find each.
 
     Args:
         done: gets each task that has ended well, with its result.
@@ -37,7 +38,7 @@ class TaskList:
         return next(self._tasks, None)
 
     async def wait_for_next(self) -> int | None:
-        return self.next()
+        return await asyncio.to_thread(self.next)
 
     def failed(self, task: int | None, error: BaseException) -> None:
         pass

@@ -16,11 +16,15 @@ import pytest
 import xxhash
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
+from fsspec import AbstractFileSystem
 from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import EntryNotFoundError
 
 from datatrove_ckpt import LocalPipelineExecutor, executor
+from datatrove_ckpt.claims import stores
+from datatrove_ckpt.claims.stores import ObjectClaims
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
+from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.mirror.manifests import Part, Versions
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.mirror.restore import restore
@@ -90,6 +94,61 @@ def output(hub: FakeHub) -> dict[str, bytes]:
 
 def markers(hub: FakeHub) -> list[str]:
     return [name for name in hub.files("org/job", kind="bucket") if name.startswith("logs/completions/")]
+
+
+class Effects(object_store.Effects):
+    """Keeps what is done to claims."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
+        self._note("put", path)
+        super().put(fs, path, data)
+
+    def delete(self, fs: AbstractFileSystem, path: str) -> None:
+        self._note("delete", path)
+        super().delete(fs, path)
+
+    def _note(self, what: str, path: str) -> None:
+        if "/claims/" in path:
+            self.done.append((what, path.rpartition("/claims/")[2]))
+
+
+def test_a_plain_run_writes_its_name_once_and_claims_no_task(
+    job: FakeHub, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    effects = Effects()
+    monkeypatch.setattr(object_store, "effects", effects)
+    command("run", "job.yaml")
+    (_, name), *_ = effects.done
+    assert name.startswith("workers/")
+    assert effects.done == [("put", name), ("delete", name)]
+
+
+def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(
+    job: FakeHub, server: FakeServer, command: Command
+) -> None:
+    there = f"{'0' * 40}-run"
+    store = ObjectClaims(f"{BUCKET}/logs/claims", there, 0.0)
+    lose_the_node()
+    said = command("run", "job.yaml", "--worker", code=1).error
+    assert "start every machine with --worker" in said
+    assert server.asked.total() == 0
+    command("run", "job.yaml")
+    assert server.asked.total() == 6
+    store.close()
+
+
+def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(
+    job: FakeHub, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_HUB_SETTLES", 0.0)
+    assert "This worker has completed 2 tasks" in command("run", "job.yaml", "--worker")
+    assert not [name for name in job.files("org/job", kind="bucket") if "/claims/" in name]
+    lose_the_node()
+    assert "6 of 6 documents are in 4 files" in command("run", "job.yaml")
+    assert server.asked.total() == 6
 
 
 def test_every_command_works_with_all_of_a_job_in_a_bucket(job: FakeHub, server: FakeServer, command: Command) -> None:

@@ -316,7 +316,7 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("run", "0"): (_nothing, "run job.yaml"),
     ("run", "1"): (_nothing, "run job.yaml --executor.skip_completed=false --pipeline.1.metadata_key=other"),
     ("run", "2"): (_nothing, "run job.yaml --executor.taks=4"),
-    ("run", "3"): (_array, f"run job.yaml --rank 0 {ELSEWHERE}"),
+    ("run", "3"): (_array, f"run job.yaml --worker {ELSEWHERE}"),
     ("run", "128 + n"): (_interrupted, "run job.yaml"),
     ("doctor", "0"): (_nothing, "doctor job.yaml"),
     ("doctor", "1"): (_nothing, "doctor job.yaml --pipeline.0.data_folder=empty"),

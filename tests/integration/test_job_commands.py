@@ -55,9 +55,9 @@ def begin(command: Command, name: str, **changed: Any) -> None:
         "checkpoints_local_dir": str(Path(mkdtemp(dir=".."), "checkpoints")),
         "checkpoints_remote_dir": f"{URL}/{name}/logs/checkpoints",
     }
+    arguments["workers"] = 1  # in this process, where the hub's uploads are replaced
     Path("../long.yaml").write_text(yaml.safe_dump(long))
-    for rank in range(arguments["tasks"]):  # in this process, where the hub's uploads are replaced
-        command("run", "../long.yaml", "--rank", rank)
+    command("run", "../long.yaml")
 
 
 def test_doctor_looks_at_the_mirror_and_says_what_jobs_lack(here: Path, command: Command) -> None:

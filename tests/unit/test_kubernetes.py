@@ -1,4 +1,4 @@
-"""What ``datatrove-ckpt k8s`` prints and refuses, and the exit codes of ``run --rank``, which its Job relies on.
+"""What ``datatrove-ckpt k8s`` prints and refuses, and the exit codes of ``run --worker``, which its Job relies on.
 
 ``tests/data/kubernetes_1_33.json`` has the definitions of the API's published schema (api/openapi-spec of
 github.com/kubernetes/kubernetes, v1.33.0) that a Job and a ConfigMap need: without descriptions, and strict, so that
@@ -21,6 +21,7 @@ import yaml
 from jsonschema import Draft202012Validator, ValidationError
 
 from datatrove_ckpt import errors
+from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.cli.execution import exit_code
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
@@ -82,12 +83,13 @@ def on_volume(rollout: str | None = None, more: str = "") -> None:
 def test_the_config_is_a_job_that_the_api_takes(command: Command) -> None:
     config_map, job = manifests(command("k8s", CONFIG))
     spec = job["spec"]
-    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 40, 8)
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 8, 8)
     assert (config_map["metadata"], job["metadata"]) == ({"name": "summaries"}, {"name": "summaries"})
     pod = spec["template"]["spec"]
     assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 60)
     (container,) = pod["containers"]
-    assert container["command"][-2:] == ["--rank", "$(JOB_COMPLETION_INDEX)"]
+    assert container["command"] == ["datatrove-ckpt", "run", "/etc/datatrove-ckpt/job.yaml", "--worker"]
+    assert container["env"][-1]["name"] == LAUNCH
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
     assert container["envFrom"] == [{"secretRef": {"name": "s3-credentials"}}]
 
@@ -167,10 +169,10 @@ def test_a_large_module_must_be_in_the_image(command: Command) -> None:
 
 def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> None:
     on_volume(more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n")
-    printed = command("k8s", "job.yaml", "--kubernetes.gpus=2", "--kubernetes.parallelism=9", "--kubernetes.cpu=500m")
+    printed = command("k8s", "job.yaml", "--kubernetes.gpus=2", "--kubernetes.workers=9", "--kubernetes.cpu=500m")
     config_map, job = manifests(printed)
     assert config_map["metadata"] == job["metadata"] == {"name": "job", "namespace": "ours"}
-    assert job["spec"]["parallelism"] == 4, "as many as tasks"
+    assert job["spec"]["parallelism"] == job["spec"]["completions"] == 4, "as many as tasks"
     pod = pod_of(printed)
     assert pod["nodeSelector"] == {"spot": "yes"}
     (container,) = pod["containers"]
@@ -220,7 +222,7 @@ def test_the_short_form_runs_on_a_volume(command: Command) -> None:
         ("--kubernetes.grace_seconds=39", r"39 s are too few.* 20 s \(drain_seconds\).* least 40, or .* most 19"),
         ("--pipeline.1.drain_seconds=41", "Set it to at least 61, or drain_seconds to at most 40"),
         ("--pipeline.1.config.server_stop_timeout_sec=31", r"server_stop_timeout_sec 41 s\. Set it to at least 61"),
-        ("--executor.depends={class_path: LocalPipelineExecutor, init_args: {pipeline: []}}", "depends: each rank"),
+        ("--executor.depends={class_path: LocalPipelineExecutor, init_args: {pipeline: []}}", "depends: each worker"),
         ("--kubernetes.name=My_Job", "name: 'My_Job' is not one to 61 of a-z"),
         ("--kubernetes.name=" + "x" * 62, "is not one to 61 of a-z"),
         ("--kubernetes.env={AWS_SECRET_ACCESS_KEY: x}", "secrets: \\[NAME\\]"),
@@ -230,7 +232,8 @@ def test_the_short_form_runs_on_a_volume(command: Command) -> None:
         ("--kubernetes.pod={containers: []}", "pod: containers: is set by this command"),
         ("--kubernetes.volumes={shared: data}", "must be mounted at an absolute path"),
         ("--kubernetes.backoff=-1", "backoff: must be at least 0"),
-        ("--executor.tasks=100001", "tasks: a Job of Kubernetes has at most 100000"),
+        ("--executor.tasks=100001", "workers: a Job has at most 100000; they are 100001"),
+        ("--executor.logging_dir=hf://datasets/org/job/logs", "Set it to a bucket: hf://buckets/org/job/logs"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(command: Command, change: str, says: str) -> None:
@@ -254,41 +257,33 @@ def test_a_key_in_a_module_is_refused(command: Command) -> None:
 def test_a_pod_that_has_too_little_time_does_not_start(command: Command) -> None:
     """Somebody may change the ConfigMap."""
     on_volume()
-    assert "30 s are too few" in command("run", "job.yaml", "--rank", 0, "--kubernetes.grace_seconds=30", code=2).error
+    assert "30 s are too few" in command("run", "job.yaml", "--worker", "--kubernetes.grace_seconds=30", code=2).error
 
 
-def test_only_tasks_of_this_machine_are_run_by_rank(command: Command) -> None:
-    on_volume()
-    assert "--rank 4: the job has tasks: 4, so its ranks are 0 to 3" in command("run", "job.yaml", "--rank", 4, code=2)
-    assert "without --rank" in command("run", "job.yaml", "--rank", 0, "--start-over", code=2).error
+def test_only_tasks_of_this_machine_are_run_by_workers(command: Command) -> None:
     Path("bad.yaml").write_text("executor: 3")
-    assert "executor: needs class_path" in command("run", "bad.yaml", "--rank", 0, code=2).error
+    assert "executor: needs class_path" in command("run", "bad.yaml", "--worker", code=2).error
     slurm = str(ROOT / "configs/slurm.yaml")
-    assert "--rank needs class_path: LocalPipelineExecutor" in command("run", slurm, "--rank", 0, code=2).error
+    assert "--worker needs class_path: LocalPipelineExecutor" in command("run", slurm, "--worker", code=2).error
 
 
 # exit codes -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_runs_alone_and_its_exit_code_tells_what_happened(command: Command) -> None:
+def test_the_exit_code_of_a_worker_tells_what_happened(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses = {"document 2": 400, "document 3": 503}
     with FakeServer(status=lambda payload, times: statuses.get(payload["messages"][-1]["content"][4:])) as server:
         config = f"{ENDPOINT.replace('URL', server.url)}, server_patience_seconds: 0.1"
         write_job(Path(), job_yaml(config, 4), *([f"document {rank}"] for rank in range(4)))
-        run = ("run", "job.yaml", "--rank")
-        command(*run, 1)
-        assert [path.name for path in Path("output").iterdir()] == ["00001_00000.jsonl"]
-        command(*run, 1)  # it is complete
-        assert server.asked.total() == 1
-        command(*run, 2, code=3)
-        command("run", "job.yaml", "--executor.local_rank_offset=2", "--executor.local_tasks=1", code=1)
-        command(*run, 3, code=1)
-        other = "--pipeline.1.rollout_fn.prompt=Sing {text}"
-        command(*run, 1, other, code=2)
-        letters = ("--pipeline.1.on_document_error=dead_letter", "--fail-on-dead-letters")
-        command(*run, 2, *letters, code=3)
-        assert "--rank" in command(*run, 2, *letters, code=None).out, "the commands that it advises are of this rank"
-        command(*run, 0, *letters)  # which are those of another rank
+        run = ("run", "job.yaml", "--worker", "--executor.ranks_at_once=1")
+        codes = [command(*run, code=None).code for _ in range(3)]
+        assert codes == [1, 1, 3]
+        assert sorted(path.name for path in Path("output").iterdir()) == ["00000_00000.jsonl", "00001_00000.jsonl"]
+        said = command(*run, code=3).error
+        assert "task 2: DocumentFailed" in said
+        assert "task 3: ServerUnavailable" in said
+        monkeypatch.setenv(LAUNCH, "the next one")
+        command(*run, "--pipeline.1.rollout_fn.prompt=Sing {text}", code=2)
 
 
 def from_server() -> errors.CkptError:
@@ -302,24 +297,26 @@ def from_network(error: errors.CkptError) -> errors.CkptError:
     return error
 
 
-def test_a_hub_that_is_away_before_a_rank_starts_does_not_fail_the_job(
+def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(executor: object) -> None:
         raise from_network(errors.ConfigError("generation_config: the hub does not give it"))
 
     monkeypatch.setattr("datatrove_ckpt.cli.execution.check_before_run", check)
+    monkeypatch.setattr("datatrove_ckpt.preflight.before_run.check_before_worker", check)
     write_job(Path(), job_yaml(ENDPOINT.replace("URL", "http://model")), ["a document"])
-    command("run", "job.yaml", "--rank", 0, code=1)
+    command("run", "job.yaml", "--worker", code=1)
     command("run", "job.yaml", code=2)
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (errors.ConfigError("found by the rank"), 2),
+        (errors.ConfigError("found by the worker"), 2),
         (errors.VersionMismatch("newer"), 2),
         (errors.DocumentFailed("its rollout raised"), 3),
+        (errors.GivenUp("2 of 4 tasks"), 3),
         (errors.TooManyDeadLetters("11"), 3),
         (errors.InputError("damaged"), 3),
         (errors.OutputMismatch("gone"), 3),
@@ -334,6 +331,6 @@ def test_a_hub_that_is_away_before_a_rank_starts_does_not_fail_the_job(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_exit_codes_of_a_rank_are_told_apart(error: errors.CkptError, code: int) -> None:
-    assert exit_code(error, 0) == code
-    assert exit_code(error, None) == 1, "scripts know it"
+def test_exit_codes_of_a_worker_are_told_apart(error: errors.CkptError, code: int) -> None:
+    assert exit_code(error, True) == code
+    assert exit_code(error, False) == 1, "scripts know it"

@@ -27,6 +27,7 @@ ROOMS = {
     "rollouts": "errors formatting retrying config process",
     "checkpoint": "errors formatting redaction process",
     "mirror": "errors formatting redaction retrying process checkpoint",
+    "claims": "errors formatting retrying checkpoint mirror",
     "inference.client": "errors redaction retrying config process",
     "inference.servers": "errors redaction retrying config process inference.client",
     "output": "errors formatting redaction retrying checkpoint",
@@ -38,10 +39,11 @@ ROOMS = {
     "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
-    "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
-    "jobs_executor": "errors formatting redaction retrying config process checkpoint mirror runner preflight executor",
-    "cli": "errors formatting redaction retrying config process checkpoint maintenance preflight executor"
-    " jobs_executor",
+    "executor": "errors formatting redaction retrying process checkpoint mirror claims inference.servers generation"
+    " runner preflight",
+    "jobs_executor": "errors formatting redaction retrying config process mirror claims runner preflight executor",
+    "cli": "errors formatting redaction retrying config process checkpoint maintenance claims preflight"
+    " executor jobs_executor",
     "testing": "checkpoint mirror",
 }
 

@@ -1,0 +1,382 @@
+"""Which process works on which rank: hints in ``logging_dir/claims``, beside datatrove's ``completions``.
+
+Workers take ranks that no other process has. The rank's lock, its fence and its mirror's owner stay the truth: two
+processes on one rank are waste, never damage. So no clock and no listing has to be right.
+
+    a mark          rank, number, owner: the mark with the largest number counts, of these the smallest owner
+    an owner        a process with a beat (``stores.py``); or FREE, or GIVEN_UP
+    a run           an owner that runs all ranks, without marks: beside it no worker takes any
+    no mark         the rank is free, or complete
+    a record        the content of a mark: how often the rank ended without progress, and why it is given up
+
+What one launch has given up, the next one tries again: see ``LAUNCH``.
+
+A process that dies leaves its marks behind. The next owner of such a rank counts an attempt, if the process had no
+other rank: else the other one may have been the cause. The next owner therefore runs the rank alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import orjson
+import xxhash
+from loguru import logger
+
+from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.formatting import plural
+
+FREE, GIVEN_UP = "free", "given-up"  # they begin no other owner's name: those are hexadecimal, and sorted before
+LAUNCH = "DATATROVE_CKPT_LAUNCH"
+"""The environment variable whose value is the same for all workers that were launched together."""
+_RUN = "-run"  # the end of the name of an owner that runs all ranks
+_KILLS = 3  # so many kills count as one attempt: mostly it was the machine, and not the rank
+_open_here: set[str] = set()  # the owners that are this process
+_LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
+
+
+class Mark(NamedTuple):
+    rank: int
+    number: int
+    owner: str
+
+
+class Look(NamedTuple):
+    """What a store holds now: all marks, and the owners that are alive, or whose last beat is old."""
+
+    marks: list[Mark]
+    alive: set[str]
+    dead: set[str]
+
+    def current(self) -> dict[int, Mark]:
+        """The mark of each rank that counts."""
+        found: dict[int, Mark] = {}
+        for mark in sorted(self.marks, key=lambda mark: (-mark.number, mark.owner)):
+            found.setdefault(mark.rank, mark)
+        return found
+
+
+class ClaimStore(Protocol):
+    """Where marks and beats lie.
+
+    Attributes:
+        beat_seconds: between two beats. An owner without a beat for five times as long is dead.
+    """
+
+    beat_seconds: float
+
+    def look(self) -> Look: ...
+
+    def put(self, mark: Mark, content: bytes) -> bool:
+        """Writes a mark. Returns False if another process has written a mark of this number first."""
+
+    def read(self, mark: Mark) -> bytes: ...
+
+    def remove(self, mark: Mark) -> None: ...
+
+    def beat(self) -> None: ...
+
+    def name(self, owner: str) -> str:
+        """Process id and host of an owner."""
+
+    def forget(self, owner: str) -> None:
+        """Removes an owner's beat."""
+
+    def close(self) -> None:
+        """Ends the process's own beat."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """
+    Attributes:
+        tries: attempts in a row that ended by a failure or a death, and of which all but the first made no progress.
+        reached: the rank's progress at the end of the last of them.
+        why: the cause, if the rank is given up.
+        alone: the owner has no other rank, so its death counts as an attempt.
+    """
+
+    tries: int = 0
+    reached: Progress = (0, 0, 0)
+    why: str = ""
+    alone: bool = False
+
+
+class Claims:
+    """The claims of this process.
+
+    Args:
+        owner: names this process in ``store``.
+        incomplete: lists the ranks that are not complete.
+        reached: measures a rank's progress.
+        max_attempts: after so many attempts without progress a rank is given up.
+        alone: this process runs one rank at a time.
+        is_worker: begin anywhere, so that not all workers try the same rank; and try again what another launch gave up.
+    """
+
+    def __init__(
+        self,
+        store: ClaimStore,
+        owner: str,
+        incomplete: Callable[[], list[int]],
+        reached: Callable[[int], Progress],
+        max_attempts: int,
+        alone: bool,
+        is_worker: bool,
+    ) -> None:
+        self._store = store
+        self.done: set[int] = set()
+        """The ranks that this process has completed: a listing may not show that yet."""
+        self._owner = owner
+        self._incomplete = incomplete
+        self._reached = reached
+        self._max_attempts = max_attempts
+        self._alone = alone
+        self._is_worker = is_worker
+        self._first = random.randrange(1 << 30) if is_worker else 0
+        self._given_up = f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
+        self._held: dict[int, tuple[Mark, Record]] = {}
+        self._locked: dict[int, float] = {}  # ranks whose lock another process holds, with the time of the next try
+        self._guard = threading.RLock()  # ranks run in threads
+        self._closed = threading.Event()
+        _open_here.add(owner)
+        threading.Thread(target=self._beat, name="datatrove-ckpt claims", daemon=True).start()
+
+    def free(self) -> list[int]:
+        """The ranks that this process may take now."""
+        with self._guard:
+            return self._free(self._store.look())
+
+    def next(self) -> int | None:
+        """Takes a rank. None: no rank is free now."""
+        with self._guard:
+            look = self._store.look()
+            free = self._free(look)
+            start = self._first % max(len(free), 1)
+            for rank in free[start:] + free[:start]:
+                if self._take(rank, look):
+                    return rank
+            return None
+
+    def complete(self, rank: int) -> None:
+        """The rank is marked as complete, and needs no claim any more."""
+        with self._guard, _hint():
+            self.done.add(rank)
+            mark, _ = self._held.pop(rank)
+            if self._is_current(mark):
+                self._store.remove(mark)
+
+    def release(self, rank: int) -> None:
+        """The rank has stopped early, and may be taken by any process. That counts as no attempt."""
+        with self._guard:
+            self._let_go(rank, self._held[rank][1])
+
+    def lost(self, rank: int) -> None:
+        """Another process has the rank's lock. This process tries the rank again later."""
+        with self._guard:
+            self._locked[rank] = time.monotonic() + _LOCKED_SECONDS
+            self.release(rank)
+
+    def failed(self, rank: int, why: str, for_good: bool) -> None:
+        """The rank has failed. It is given up if it would fail again (``for_good``), or has failed too often."""
+        with self._guard:
+            record = self._counted(rank, self._held[rank][1])
+            if for_good or record.tries >= self._max_attempts:
+                record = replace(record, why=why)
+            self._let_go(rank, record)
+
+    def given_up(self) -> dict[int, str]:
+        """The ranks that are given up, each with its cause."""
+        with self._guard:
+            marks = self._store.look().current().values()
+            return {mark.rank: self._read(mark).why for mark in marks if self._is_given_up(mark)}
+
+    def workers(self) -> list[str]:
+        """The other processes that are alive and take ranks, by process id and host."""
+        return self._named(of_runs=False)
+
+    def runs(self) -> list[str]:
+        """The same of those that run all ranks."""
+        return self._named(of_runs=True)
+
+    def _named(self, of_runs: bool) -> list[str]:
+        with self._guard:
+            others = sorted(self._store.look().alive - {self._owner})
+            return [self._store.name(owner) for owner in others if is_run(owner) == of_runs]
+
+    def clear(self) -> None:
+        """Removes what no living process owns: ranks that are given up may be taken again."""
+        with self._guard:
+            marks, alive, dead = self._store.look()
+            for mark in marks:
+                if mark.owner not in alive:
+                    self._store.remove(mark)
+            for owner in dead:
+                self._store.forget(owner)
+
+    def close(self) -> None:
+        """Releases all ranks that this process still has."""
+        self._closed.set()
+        _open_here.discard(self._owner)
+        with self._guard, _hint():
+            for rank in list(self._held):
+                self.release(rank)
+            self._store.close()
+
+    def _free(self, look: Look) -> list[int]:
+        """Those that a dead process has left come last, and only while this process has no other."""
+        if any(record.alone for _, record in self._held.values()) or any(map(is_run, look.alive)):
+            return []
+        current = look.current()
+        free: list[int] = []
+        left: list[int] = []
+        for rank in self._incomplete():
+            mark = current.get(rank)
+            if rank in self._held or rank in self.done or self._locked.get(rank, 0.0) > time.monotonic():
+                continue
+            if mark is None or not (is_process(mark.owner) or self._is_given_up(mark)):
+                free.append(rank)
+            elif is_process(mark.owner) and mark.owner not in look.alive:
+                left.append(rank)
+        if not free and not self._held:
+            return left
+        return free
+
+    def _take(self, rank: int, look: Look) -> bool:
+        mark = look.current().get(rank)
+        record = Record()
+        is_left = False
+        number = 1
+        if mark is not None:
+            if self._is_given_up(mark) or mark.owner in look.alive:
+                return False
+            if not mark.owner.startswith(GIVEN_UP):
+                record = self._read(mark)
+            is_left = is_process(mark.owner)
+            number = mark.number + 1
+        if is_left and self._held:
+            return False
+        if is_left and record.alone:
+            record = self._counted(rank, record)
+            if record.tries >= self._max_attempts * _KILLS:
+                why = f"the process that ran it was killed, {plural(record.tries, 'time')} in a row without progress"
+                self._put(Mark(rank, number, self._given_up), replace(record, why=why), look)
+                return False
+        record = replace(record, alone=self._alone or is_left)
+        mine = Mark(rank, number, self._owner)
+        if not self._put(mine, record, look):
+            return False
+        self._held[rank] = mine, record
+        return True
+
+    def _is_given_up(self, mark: Mark) -> bool:
+        if self._is_worker:
+            return mark.owner == self._given_up
+        return mark.owner.startswith(GIVEN_UP)
+
+    def _let_go(self, rank: int, record: Record) -> None:
+        mark, _ = self._held.pop(rank)
+        owner = self._given_up if record.why else FREE
+        with _hint():
+            if not self._is_current(mark):
+                return
+            if record.tries or record.why:
+                self._put(Mark(rank, mark.number + 1, owner), record, Look([mark], set(), set()))
+            else:
+                self._store.remove(mark)
+
+    def _is_current(self, mark: Mark) -> bool:
+        """Whether no other process has taken the rank since."""
+        return self._store.look().current().get(mark.rank) == mark
+
+    def _put(self, mark: Mark, record: Record, before: Look) -> bool:
+        """Writes a mark and removes those that it replaces."""
+        if not self._store.put(mark, orjson.dumps(asdict(record))):
+            return False
+        for old in before.marks:
+            if old.rank == mark.rank:
+                self._store.remove(old)
+        return True
+
+    def _read(self, mark: Mark) -> Record:
+        try:
+            content = orjson.loads(self._store.read(mark))
+            return Record(content["tries"], tuple(content["reached"]), content["why"], content["alone"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):  # gone, or cut off by a power loss
+            return Record()
+
+    def _counted(self, rank: int, record: Record) -> Record:
+        """After one more attempt."""
+        try:
+            reached = self._reached(rank)
+        except (OSError, CkptError) as error:
+            logger.warning(f"How far task {rank} is cannot be read: {error}. It counts as an attempt without progress.")
+            reached = record.reached
+        tries = record.tries + 1
+        if reached > record.reached:
+            tries = 1
+        return replace(record, tries=tries, reached=reached)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._store.beat_seconds):
+            try:
+                with self._guard:
+                    self._store.beat()
+            except (OSError, CkptError) as error:
+                logger.warning(f"The beat of this process's claims failed: {error}. Other workers may take its tasks.")
+
+
+@contextmanager
+def _hint() -> Iterator[None]:
+    """A claim that cannot be changed costs time, and must not hide why a rank has ended."""
+    try:
+        yield
+    except (OSError, CkptError) as error:
+        logger.warning(f"A claim could not be changed: {error}. Other processes may take the task later.")
+
+
+def is_process(owner: str) -> bool:
+    return not owner.startswith((FREE, GIVEN_UP))
+
+
+def is_run(owner: str) -> bool:
+    return owner.endswith(_RUN)
+
+
+def new_owner(runs_all: bool = False) -> str:
+    """A name for this process, mostly hexadecimal: its host, its process id, its start, and chance."""
+    pid = os.getpid()
+    return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * runs_all}"
+
+
+def has_ended(owner: str) -> bool:
+    """Whether the owner was a process of this host and is no more. Its last beat may be a moment old."""
+    host, pid, started = owner[:8], int(owner[8:16], 16), int(owner[16:32], 16)
+    if host != _host():
+        return False
+    if pid == os.getpid() and started == _started(pid):
+        return owner not in _open_here
+    return started != _started(pid)
+
+
+def _host() -> str:
+    return xxhash.xxh32(socket.gethostname().encode()).hexdigest()
+
+
+def _started(pid: int) -> int:
+    """When a process has started, for another one may have its id now; 0 if there is none, or no ``/proc``."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])

@@ -1,0 +1,41 @@
+"""How far a rank is, as a few numbers that only grow: whether an attempt was in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal
+from datatrove_ckpt.mirror.job import newest_manifest
+
+Progress: TypeAlias = tuple[int, int, int]
+"""Of a rank: bytes of commits, of journals and of saved answers. Earlier ones count more: a commit drops the others."""
+
+
+def mirrored_progress(urls: Iterable[str]) -> Progress:
+    """Of one rank, from the mirrors of its runners."""
+    commits = journals = answers = 0
+    for manifest in filter(None, map(newest_manifest, urls)):
+        sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
+        commits += sizes.get(COMMITS, 0)
+        journals += sum(size for name, size in sizes.items() if is_journal(name))
+        answers += sum(part.size for part in manifest.answers)
+    return commits, journals, answers
+
+
+def local_progress(folders: Iterable[Path]) -> Progress:
+    """Of one rank, from the checkpoints of its runners."""
+    commits = journals = answers = 0
+    for path in [path for folder in folders for path in folder.glob("*")]:
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:  # a journal whose chunk was committed
+            continue
+        if path.name == COMMITS:
+            commits += size
+        elif is_journal(path.name):
+            journals += size
+        elif path.name.startswith(CACHE):
+            answers += size
+    return commits, journals, answers

@@ -1,0 +1,201 @@
+"""Where claims lie, and how another process knows that their owner is alive.
+
+    a disk          claims/00007-000003, with the owner in it: its name is given once, by a hard link
+                    claims/workers/OWNER, locked by the owner. Alive is who holds the lock. Where locks do not work, or
+                    only between the processes of one machine: whose file changed shortly before our own file did
+    object stores   claims/00007-000003-OWNER: two processes may write the same number, and look again after a while
+                    claims/workers/OWNER: alive is whose object was written shortly before our own object was, unless
+                    the process was of this host, and has ended
+
+So times are compared only with each other, as the file server or the store has stamped them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import orjson
+from fsspec.utils import get_protocol
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.claims.claims import FREE, ClaimStore, Look, Mark, has_ended, is_process
+from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.retrying import STORAGE
+
+_NAME = re.compile(r"(\d+)-(\d+)(?:-([0-9a-z-]+))?")
+_BEATS = 5  # so many beats that did not come are a death
+_SETTLES, _HUB_SETTLES = 1.0, 5.0  # seconds until a listing has what was written before
+_WORKERS = "workers"
+
+
+def open_store(url: str, owner: str) -> ClaimStore:
+    """
+    Args:
+        url: the folder of the claims.
+        owner: names this process.
+    """
+    protocol = get_protocol(url)
+    if protocol in ("file", "local"):
+        return DiskClaims(Path(url), owner)
+    return ObjectClaims(url, owner, _HUB_SETTLES if protocol == "hf" else _SETTLES)
+
+
+class DiskClaims:
+    """Claims in a folder of a disk, or of a network file system."""
+
+    beat_seconds = 30.0
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        self._folder = folder
+        self._owner = owner
+        files.disk.make_dirs(folder / _WORKERS)
+        self._own = files.Lock(folder / _WORKERS / owner)
+
+    def look(self) -> Look:
+        marks: list[Mark] = []
+        for path in self._folder.glob("*-*"):
+            name = _NAME.fullmatch(path.name)
+            if name is not None:
+                marks.append(Mark(int(name[1]), int(name[2]), self._owner_in(path)))
+        workers = {path.name: path for path in (self._folder / _WORKERS).iterdir()}
+        alive = {name for name, path in workers.items() if self._is_alive(path)}
+        return Look(marks, alive, workers.keys() - alive)
+
+    def put(self, mark: Mark, content: bytes) -> bool:
+        new = self._folder / f"{self._owner}.new"
+        fd = files.disk.create(new)
+        try:
+            files.disk.write(fd, orjson.dumps([mark.owner, orjson.Fragment(content)]), new)
+        finally:
+            os.close(fd)
+        path = self._path(mark)
+        is_ours = files.disk.put_new(new, path) or self._owner_in(path) == mark.owner
+        files.disk.remove(new)
+        return is_ours
+
+    def read(self, mark: Mark) -> bytes:
+        return orjson.dumps(_parsed(self._path(mark))[1])
+
+    def remove(self, mark: Mark) -> None:
+        files.disk.remove(self._path(mark))
+
+    def beat(self) -> None:
+        if not self._own.path.exists():  # another process took this one for dead
+            self._own.release()
+            self._own = files.Lock(self._own.path)
+        os.utime(self._own.path)  # a file server sets the time of its own clock
+
+    def name(self, owner: str) -> str:
+        try:
+            return _named((self._folder / _WORKERS / owner).read_bytes())
+        except FileNotFoundError:
+            return _named(b"")
+
+    def forget(self, owner: str) -> None:
+        files.disk.remove(self._folder / _WORKERS / owner)
+
+    def close(self) -> None:
+        self._own.release(remove=True)
+
+    def _path(self, mark: Mark) -> Path:
+        return self._folder / f"{mark.rank:05d}-{mark.number:06d}"
+
+    def _owner_in(self, path: Path) -> str:
+        return str(_parsed(path)[0])
+
+    def _is_alive(self, path: Path) -> bool:
+        if path.name == self._owner or files.lock_holder(path) is not None:
+            return True
+        try:
+            changed = path.stat().st_mtime
+            holder = orjson.loads(path.read_bytes())
+        except (FileNotFoundError, orjson.JSONDecodeError):
+            return False
+        if self._own.works and holder["host"] == socket.gethostname():
+            return False
+        return self._own.path.stat().st_mtime - changed < _BEATS * self.beat_seconds
+
+
+def _parsed(path: Path) -> tuple[str, dict[str, object]]:
+    """Owner and record; of a file that is gone or damaged, as if its rank were free."""
+    try:
+        owner, record = orjson.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return FREE, {}
+    return owner, record
+
+
+def _named(process: bytes) -> str:
+    if not process:  # it has just begun, or ended
+        return "another process"
+    return files.name_holder(orjson.loads(process))
+
+
+class ObjectClaims:
+    """Claims below a URL.
+
+    Args:
+        settle_seconds: after this, a listing shows what every process had written before.
+    """
+
+    beat_seconds = 60.0
+
+    def __init__(self, url: str, owner: str, settle_seconds: float) -> None:
+        self._store = ObjectStore(url, apart=True)
+        self._owner = owner
+        self._settle_seconds = settle_seconds
+        self.beat()
+
+    def look(self) -> Look:
+        return STORAGE.run(self._look, "The claims of tasks cannot be listed")
+
+    def put(self, mark: Mark, content: bytes) -> bool:
+        STORAGE.run(lambda: self._store.put(_object_name(mark), content), "The claim of a task cannot be written")
+        if not is_process(mark.owner):
+            return True
+        time.sleep(self._settle_seconds)
+        look = self.look()
+        look.marks.append(mark)  # the listing may lag
+        if look.current()[mark.rank] == mark:
+            return True
+        self.remove(mark)
+        return False
+
+    def read(self, mark: Mark) -> bytes:
+        return self._store.read(_object_name(mark), 1 << 20) or b""
+
+    def remove(self, mark: Mark) -> None:
+        self._store.remove(_object_name(mark))
+
+    def beat(self) -> None:
+        self._store.put(f"{_WORKERS}/{self._owner}", orjson.dumps(files.this_process()))
+
+    def name(self, owner: str) -> str:
+        return _named(self._store.read(f"{_WORKERS}/{owner}", 1 << 20) or b"")
+
+    def forget(self, owner: str) -> None:
+        self._store.remove(f"{_WORKERS}/{owner}")
+
+    def close(self) -> None:
+        self.forget(self._owner)
+
+    def _look(self) -> Look:
+        written = self._store.times()
+        beats = self._store.times(_WORKERS)
+        names = [_NAME.fullmatch(name) for name in written]
+        marks = [Mark(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
+        owned = [mark for mark in marks if is_process(mark.owner)]
+        signs = [*beats.items(), *((mark.owner, written[_object_name(mark)]) for mark in owned)]
+        now = beats.get(self._owner, 0.0)
+        dead_seconds = _BEATS * self.beat_seconds
+        # Of a store that keeps no times, the difference is no number: then everybody is alive.
+        alive = {owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)} | {self._owner}
+        return Look(marks, alive, beats.keys() - alive)
+
+
+def _object_name(mark: Mark) -> str:
+    return f"{mark.rank:05d}-{mark.number:06d}-{mark.owner}"

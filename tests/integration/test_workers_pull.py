@@ -1,0 +1,267 @@
+"""``run --worker`` with real processes: they share the tasks of a job, come and go, and are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
+from tests.conftest import Command
+from tests.patience import until
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_tasks
+
+TASKS, DOCUMENTS = 8, 10
+
+ROLLOUT = """
+import os, signal
+from pathlib import Path
+
+async def rollout(document, generate):
+    if document.text == "document 3 4" and Path("bad").exists():
+        if Path("bad").read_text() == "kills":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("bad")
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+"""
+
+# A disk without locks, where a process without a beat for a second is dead.
+WITHOUT_LOCKS = """
+import errno, fcntl, os, sys
+
+def flock(fd, how):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+fcntl.flock = flock
+from datatrove_ckpt.claims.stores import DiskClaims
+
+DiskClaims.beat_seconds = 0.2
+from datatrove_ckpt.cli.main import main
+
+sys.exit(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(here: Path) -> None:
+    Path("own.py").write_text(ROLLOUT)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(delay=lambda payload, times: 0.05) as running:
+        yield running
+
+
+def write(server: FakeServer, tasks: int = TASKS, at_once: int = 2, more: str = "") -> None:
+    config = f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 4"
+    text = job_yaml(config, tasks, rollout="own.rollout") + "          records_per_chunk: 3\n" + more
+    text = text.replace("workers: 1\n", f"workers: 1\n    ranks_at_once: {at_once}\n")
+    Path("job.yaml").write_text(text)
+    write_tasks(Path.cwd(), tasks, DOCUMENTS)
+
+
+def worker(*words: str, program: str = "") -> subprocess.Popen[str]:
+    start = ["-c", program] if program else ["-m", "datatrove_ckpt"]
+    return processes.start([sys.executable, *start, "run", "job.yaml", *(words or ["--worker"])])
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> str:
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == code, text
+    return text
+
+
+def complete() -> set[int]:
+    return {int(path.name) for path in Path("logs/completions").glob("*")}
+
+
+def assert_whole(server: FakeServer, command: Command, tasks: int = TASKS) -> None:
+    """The output is that of a plain run, with each document once."""
+    found = outputs(Path("output"))
+    ids = [json.loads(line)["id"] for content in found.values() for line in content.splitlines()]
+    assert Counter(ids) == Counter(f"{task} {n}" for task in range(tasks) for n in range(DOCUMENTS))
+    for name in ("output", "checkpoints", "logs"):
+        Path(name).rename(f"{name}.pulled")
+    assert command("run", "job.yaml").code == 0
+    assert outputs(Path("output")) == found
+
+
+def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server: FakeServer, command: Command) -> None:
+    write(server)
+    first, second = worker(), worker()
+    until(lambda: len(complete()) >= 2)
+    third = worker()
+    os.kill(first.pid, signal.SIGKILL)
+    run = worker("--fail-on-dead-letters")
+    assert "no task is free now" in ended(second)
+    assert "no task is free now" in ended(third)
+    text = ended(run)
+    ended(first, -signal.SIGKILL)
+    assert f"{TASKS * DOCUMENTS} of {TASKS * DOCUMENTS} documents are" in text
+    assert server.asked.total() <= TASKS * DOCUMENTS + 2 * 4  # what was in flight at the kill
+    assert list(Path("logs/claims").glob("*-*")) == []
+    total = json.loads(Path("logs/stats.json").read_text())[-1]["stats"]["documents_processed"]["total"]
+    assert total == TASKS * DOCUMENTS
+    assert_whole(server, command)
+
+
+@pytest.mark.slow
+def test_twenty_workers_share_a_hundred_tasks_while_some_are_killed_and_some_sleep(
+    server: FakeServer, command: Command
+) -> None:
+    write(server, tasks=100)
+    workers = [worker() for _ in range(12)]
+    until(lambda: len(complete()) >= 5)
+    os.kill(workers[0].pid, signal.SIGKILL)
+    os.kill(workers[1].pid, signal.SIGSTOP)
+    workers += [worker() for _ in range(8)]
+    until(lambda: len(complete()) >= 50)
+    os.kill(workers[2].pid, signal.SIGKILL)
+    os.kill(workers[1].pid, signal.SIGCONT)
+    for process in workers:
+        process.communicate(timeout=300)
+    assert Counter(process.returncode for process in workers) == {0: 18, -signal.SIGKILL: 2}
+    assert len(complete()) == 100
+    ended(worker("--fail-on-dead-letters"))
+    assert_whole(server, command, 100)
+
+
+def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server: FakeServer, command: Command) -> None:
+    write(server)
+    first = worker()
+    until(lambda: server.asked.total() >= 3)
+    os.kill(first.pid, signal.SIGSTOP)
+    ended(worker())
+    left = set(range(TASKS)) - complete()
+    assert 1 <= len(left) <= 2
+    os.kill(first.pid, signal.SIGCONT)
+    ended(first)
+    assert len(complete()) == TASKS
+    assert set(server.asked.values()) == {1}
+    assert_whole(server, command)
+
+
+def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server: FakeServer, command: Command) -> None:
+    write(server)
+    first = worker(program=WITHOUT_LOCKS)
+    until(lambda: server.asked.total() >= 3)
+    os.kill(first.pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    ended(worker(program=WITHOUT_LOCKS))
+    assert len(complete()) == TASKS
+    os.kill(first.pid, signal.SIGCONT)
+    assert "is left to another process" in ended(first)
+    assert_whole(server, command)
+
+
+def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(server: FakeServer) -> None:
+    write(server, at_once=1)
+    text = Path("job.yaml").read_text().replace("workers: 1\n", "workers: 1\n    max_rank_attempts: 1\n")
+    Path("job.yaml").write_text(text)
+    Path("bad").write_text("kills")
+    codes = []
+    while len(codes) < 5 and 3 not in codes:
+        process = worker()
+        process.communicate(timeout=120)
+        codes.append(process.returncode)
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, -signal.SIGKILL, 3]
+    assert complete() == {*range(TASKS)} - {3}
+    Path("bad").unlink()
+    ended(worker("--fail-on-dead-letters"))  # a run tries again what workers gave up
+    assert len(complete()) == TASKS
+
+
+def test_a_task_whose_document_fails_costs_one_try_and_run_names_it(server: FakeServer) -> None:
+    write(server)
+    Path("bad").write_text("fails")
+    both = worker(), worker()
+    texts = "".join(process.communicate(timeout=120)[0] for process in both)
+    assert {process.returncode for process in both} <= {0, 3}
+    assert texts.count("Task 3 is given up") == 1
+    assert complete() == {*range(TASKS)} - {3}
+    text = ended(worker(), 3)
+    assert f"1 of {TASKS} tasks are not complete, because they were given up" in text
+    assert "task 3: DocumentFailed" in text
+    assert "ValueError" in ended(worker("--fail-on-dead-letters"), 1)
+    Path("bad").unlink()
+    ended(worker("--fail-on-dead-letters"))
+
+
+def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up(server: FakeServer) -> None:
+    write(server)
+    Path("bad").write_text("fails")
+    first = worker()
+    until(lambda: server.asked.total() >= 3)
+    os.kill(first.pid, signal.SIGSTOP)
+    mine = {int(path.name.split("-")[0]) for path in Path("logs/claims").glob("*-*")}
+    Path("logs/claims/00003-000001").write_text(json.dumps([first_owner(), {}]))  # as if it had that, too
+    run = worker("--fail-on-dead-letters")
+    until(lambda: len(complete()) == TASKS - len(mine | {3}))
+    time.sleep(1)
+    assert run.poll() is None
+    Path("logs/claims/00003-000002").write_text(
+        json.dumps(
+            [
+                f"given-up-{xxhash.xxh32().hexdigest()}",
+                {"tries": 1, "reached": [0, 0, 0], "why": "DocumentFailed: bad", "alone": False},
+            ]
+        )
+    )
+    os.kill(first.pid, signal.SIGCONT)
+    ended(first, 3)
+    text = ended(run, 1)
+    assert f"1 of {TASKS} tasks are not complete, because they were given up" in text
+    assert "task 3: DocumentFailed: bad" in text
+
+
+def first_owner() -> str:
+    return next(path.name for path in Path("logs/claims/workers").iterdir())
+
+
+def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer, command: Command) -> None:
+    write(server)
+    run = worker("--fail-on-dead-letters")
+    until(lambda: server.asked.total() >= 3)
+    assert list(Path("logs/claims").glob("*-*")) == []
+    text = ended(worker(), 1)
+    assert f"All tasks of this job are run by pid {run.pid} on " in text
+    assert "start every machine with --worker" in text
+    ended(run)
+    assert list(Path("logs/claims/workers").iterdir()) == []
+    assert set(server.asked.values()) == {1}
+    ended(worker())
+
+
+def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer) -> None:
+    write(server)
+    ended(worker())
+    for path in Path("logs/completions").glob("0000[0-3]"):
+        path.unlink()
+    text = Path("job.yaml").read_text().replace("records_per_chunk: 3", "records_per_chunk: 4")
+    Path("job.yaml").write_text(text)
+    assert "records_per_chunk" in ended(worker(), 2)
+    assert not list(Path("logs/claims").glob("*-*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--worker", "--retry-dead-letters"], "--retry-dead-letters"),
+        (["--worker", "--start-over"], "--start-over"),
+        (["--worker", "--executor.logging_dir=hf://datasets/a/b/logs"], "hf://buckets/a/b/logs"),
+    ],
+)
+def test_what_no_worker_can_do_is_refused(server: FakeServer, command: Command, words: list[str], said: str) -> None:
+    write(server)
+    assert said in command("run", "job.yaml", *words, code=2).err

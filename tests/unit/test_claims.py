@@ -1,0 +1,476 @@
+"""Claims: a crash at each effect, and workers that join, die, sleep and wake up in any order."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.claims import stores
+from datatrove_ckpt.claims.claims import LAUNCH, Claims, ClaimStore, Mark, new_owner
+from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.claims.stores import DiskClaims, ObjectClaims
+from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
+
+RANKS, MANY_RANKS = 4, 100
+ATTEMPTS = 2
+KILLS = 3 * ATTEMPTS
+
+
+class Job:
+    """What is true of a job, whatever the claims say: its markers and its fences.
+
+    Args:
+        make_store: makes the store of a process with this name.
+        ranks: how many the job has.
+    """
+
+    def __init__(self, make_store: Callable[[str], ClaimStore], ranks: int = RANKS) -> None:
+        self.make_store = make_store
+        self.ranks = ranks
+        self.complete: list[int] = []
+        self.fences: dict[int, Process] = {}
+        self.progress: dict[int, Progress] = {}
+
+    def incomplete(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank not in self.complete]
+
+    def finish(self) -> None:
+        """A ``run`` whose process is alone."""
+        process = Process(self, alone=True)
+        process.claims.clear()
+        while process.take() is not None:
+            for rank in list(process.ranks):
+                process.finish(rank)
+        assert sorted(self.complete) == list(range(self.ranks))
+        process.claims.clear()
+        process.claims.close()
+
+
+class Process:
+    def __init__(self, job: Job, alone: bool = False, runs_all: bool = False) -> None:
+        self.job = job
+        self.owner = new_owner(runs_all)
+        self.store = job.make_store(self.owner)
+        self.ranks: list[int] = []
+        self.is_stopped = False
+        reached = lambda rank: job.progress.get(rank, (0, 0, 0))  # noqa: E731
+        self.claims = Claims(self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, is_worker=False)
+
+    def take(self) -> int | None:
+        rank = self.claims.next()
+        if rank is not None:
+            self.ranks.append(rank)
+            self.job.fences[rank] = self
+            if rank in self.job.complete:  # a listing lagged
+                self.ranks.remove(rank)
+                self.claims.complete(rank)
+        return rank
+
+    def take_rank(self, rank: int) -> bool:
+        held = self.claims._held.values()
+        return not any(record.alone for _, record in held) and self.claims._take(rank, self.store.look())
+
+    def finish(self, rank: int) -> None:
+        self.ranks.remove(rank)
+        if self.job.fences[rank] is self:
+            self.job.complete.append(rank)
+            self.claims.complete(rank)
+        else:
+            self.claims.lost(rank)
+
+    def die(self) -> None:
+        self.claims._closed.set()
+        if isinstance(self.store, DiskClaims):
+            files._held.discard(self.store._own)
+            os.close(self.store._own._fd)
+
+
+def grow_old(folder: Path, seconds: float) -> None:
+    """As if so much time had passed since what is in the folder was written."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            at = path.stat().st_mtime - seconds
+            os.utime(path, (at, at))
+
+
+# crash points ---------------------------------------------------------------------------------------------------------
+
+
+def on_disk(folder: Path) -> Callable[[str], ClaimStore]:
+    return lambda owner: DiskClaims(folder / "claims", owner)
+
+
+def in_bucket(folder: Path) -> Callable[[str], ClaimStore]:
+    return lambda owner: ObjectClaims(f"file://{folder}/claims", owner, 0.0)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("where", [on_disk, in_bucket])
+def test_after_a_crash_at_any_effect_another_process_does_what_is_left(tmp_path: Path, where: Any, torn: bool) -> None:
+    points: list[str] = []
+    number = 0
+    while len(points) == number:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        job = Job(where(folder))
+        disk = CrashingDisk(number, folder, torn)
+        processes: list[Process] = []
+        with disk_in_place(disk):
+            for _ in range(2):
+                processes.append(Process(job, alone=True))
+                attempt(processes[-1])
+        if disk.crashed_at is not None:
+            points.append(disk.crashed_at)
+        for process in processes:
+            process.die()
+        grow_old(folder, 1000.0)
+        job.finish()
+        assert len(job.complete) == RANKS
+        assert not list((folder / "claims").glob("*-*"))
+        number += 1
+    print(points)
+    assert len(points) > 15
+
+
+def attempt(process: Process) -> None:
+    """One rank fails, another one is done, and the process ends in the middle of the next."""
+    first = process.take()
+    if first is None:
+        return
+    process.ranks.remove(first)
+    process.claims.failed(first, "bad", for_good=False)
+    second = process.take()
+    assert second is not None
+    process.finish(second)
+    third = process.take()
+    if third is not None:
+        process.claims.release(third)
+    process.take()
+
+
+# a rank that cannot finish --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[on_disk, in_bucket])
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+    return Job(request.param(tmp_path))
+
+
+def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job: Job, tmp_path: Path) -> None:
+    first, second = Process(job, alone=True), Process(job, alone=True)
+    for process in (first, second):
+        assert process.take_rank(0)
+        process.claims.failed(0, "no memory", for_good=False)
+    assert not first.take_rank(0)
+    assert second.claims.given_up() == {0: "no memory"}
+    first.claims.clear()
+    assert second.take_rank(0)
+
+
+def test_progress_begins_the_count_anew(job: Job) -> None:
+    process = Process(job, alone=True)
+    for attempt in range(1, 5):
+        assert process.take_rank(0)
+        job.progress[0] = (0, attempt, 0)
+        process.claims.failed(0, "killed", for_good=False)
+    assert process.take_rank(0)
+    process.claims.failed(0, "killed", for_good=False)
+    assert process.claims.given_up() == {0: "killed"}
+
+
+def test_what_one_launch_gave_up_the_workers_of_the_next_one_try_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for launch in ("first", "second"):
+        monkeypatch.setenv(LAUNCH, launch)
+        process = Process(job)
+        process.claims._is_worker = True
+        for _ in range(ATTEMPTS):
+            assert process.take_rank(0)
+            process.claims.failed(0, launch, for_good=False)
+        assert not process.take_rank(0)
+        assert process.claims.given_up() == {0: launch}
+    assert not Process(job).take_rank(0)
+
+
+def test_a_rank_that_would_fail_again_is_given_up_at_once(job: Job) -> None:
+    process = Process(job)
+    assert process.take_rank(0)
+    process.claims.failed(0, "bad document", for_good=True)
+    assert process.claims.given_up() == {0: "bad document"}
+
+
+def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone(job: Job, tmp_path: Path) -> None:
+    first = Process(job)
+    assert [first.take(), first.take()] == [0, 1]
+    first.die()
+    grow_old(tmp_path, 1000.0)
+    for _ in range(KILLS):
+        process = Process(job)
+        assert [process.take(), process.take()] == [2, 3]  # first those of which nothing bad is known
+        for rank in (2, 3):
+            process.claims.release(rank)
+        assert process.take_rank(0)
+        assert process.claims.free() == []
+        assert not process.take_rank(1)
+        process.die()
+        grow_old(tmp_path, 1000.0)
+    last = Process(job)
+    assert not last.take_rank(0)
+    assert "6 times in a row without progress" in last.claims.given_up()[0]
+    assert last.take_rank(1)
+
+
+def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job: Job) -> None:
+    process = Process(job)
+    assert process.take() == 0
+    process.claims.lost(0)
+    assert process.claims.free() == [1, 2, 3]
+
+
+def test_forty_workers_and_one_free_rank(job: Job) -> None:
+    job.complete += [0, 1, 2]
+    processes = [Process(job) for _ in range(40)]
+    assert [process.take() for process in processes].count(3) == 1
+
+
+def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(tmp_path: Path) -> None:
+    job = Job(in_bucket(tmp_path))
+    code = "from datatrove_ckpt.claims.claims import new_owner; print(new_owner())"
+    owner = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    store = job.make_store(owner)
+    assert store.put(Mark(0, 1, owner), b"{}")
+    assert Process(job).take_rank(0) is True
+    assert Process(job).claims.free() == [1, 2, 3]
+
+
+# any order ------------------------------------------------------------------------------------------------------------
+
+
+class Objects:
+    """Stands in for an ``ObjectStore``. Its clock is an hour off, and its listings lag."""
+
+    def __init__(self, lag: int) -> None:
+        self.now = time.time() + 3600.0
+        self.lag = lag
+        self.content: dict[str, tuple[bytes, float]] = {}
+        self._listings: list[dict[str, float]] = []
+
+    def put(self, name: str, data: bytes) -> None:
+        self.content[name] = data, self.now
+        self._changed()
+
+    def remove(self, name: str) -> None:
+        self.content.pop(name, None)
+        self._changed()
+
+    def read(self, name: str, most: int) -> bytes | None:
+        return self.content.get(name, (None, 0.0))[0]
+
+    def times(self, folder: str = "") -> dict[str, float]:
+        """Those of some changes ago."""
+        seen = self._listings[-1 - self.lag] if self.lag < len(self._listings) else {}
+        found = {name.rpartition("/")[::2]: at for name, at in seen.items()}
+        return {name: at for (where, name), at in found.items() if where == folder}
+
+    def _changed(self) -> None:
+        self._listings.append({name: at for name, (_, at) in self.content.items()})
+
+
+class Workers(RuleBasedStateMachine):
+    """Ranks are completed once each, whatever happens to the workers."""
+
+    kind = "disk"
+    ranks, most = RANKS, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(os.environ["CLAIMS_TEST_FOLDER"]) / new_owner()
+        self.objects = Objects(lag=3 if self.kind == "objects that lag" else 0)
+        self.job = Job(self.make_store, self.ranks)
+        self.workers: list[Process] = []
+        self.ends: Counter[int] = Counter()
+
+    def make_store(self, owner: str) -> ClaimStore:
+        if "disk" in self.kind:
+            return DiskClaims(self.folder / "claims", owner)
+        store = ObjectClaims("memory://claims", owner, 0.0)
+        store._store = self.objects  # type: ignore[assignment]
+        store.beat()
+        return store
+
+    def awake(self, number: int) -> Process | None:
+        awake = [worker for worker in self.workers if not worker.is_stopped]
+        return awake[number % len(awake)] if awake else None
+
+    @rule()
+    def join(self) -> None:
+        if len(self.workers) < self.most:
+            self.workers.append(Process(self.job))
+
+    @rule(number=st.integers(0, 3))
+    def take(self, number: int) -> None:
+        worker = self.awake(number)
+        if worker is None:
+            return
+        rank = worker.take()
+        others = [other for other in self.workers if other is not worker and rank in other.ranks]
+        if self.kind == "disk":
+            assert not others
+        elif self.kind != "objects that lag":
+            assert all(other.is_stopped or self.job.fences.get(rank or 0) is not other for other in others)
+
+    @rule(number=st.integers(0, 3), how=st.sampled_from(["finish", "fail", "release"]))
+    def end_rank(self, number: int, how: str) -> None:
+        worker = self.awake(number)
+        if worker is None or not worker.ranks:
+            return
+        rank = worker.ranks[0]
+        if how == "finish" and rank not in self.job.complete:
+            worker.finish(rank)
+            return
+        worker.ranks.remove(rank)
+        if how == "fail":
+            self.ends[rank] += 1
+            worker.claims.failed(rank, "bad", for_good=False)
+        else:
+            worker.claims.release(rank)
+
+    @rule(number=st.integers(0, 3))
+    def kill(self, number: int) -> None:
+        if self.workers:
+            worker = self.workers.pop(number % len(self.workers))
+            self.ends.update(worker.ranks)
+            worker.die()
+
+    @rule(number=st.integers(0, 3))
+    def stop_or_continue(self, number: int) -> None:
+        if self.workers:
+            worker = self.workers[number % len(self.workers)]
+            worker.is_stopped = not worker.is_stopped
+            if not worker.is_stopped:
+                worker.store.beat()
+
+    @rule(seconds=st.sampled_from([20.0, 400.0]))
+    def wait(self, seconds: float) -> None:
+        for _ in range(int(seconds // 20)):
+            self.pass_time(20.0)
+
+    def pass_time(self, seconds: float) -> None:
+        self.objects.now += seconds
+        if self.folder.exists():
+            grow_old(self.folder, seconds)
+        for worker in self.workers:
+            if not worker.is_stopped:
+                worker.store.beat()
+            for rank in worker.claims._locked:
+                worker.claims._locked[rank] -= seconds
+
+    def teardown(self) -> None:
+        if self.workers:
+            for rank in self.workers[0].claims.given_up():
+                assert self.ends[rank] >= ATTEMPTS
+        for worker in self.workers:
+            worker.die()
+        self.workers = []
+        self.objects.lag = 0
+        self.wait(400.0)
+        self.job.finish()
+
+
+@pytest.mark.parametrize("kind", ["disk", "disk without locks", "objects", "objects that lag"])
+def test_each_rank_is_completed_once_whatever_happens_to_workers(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLAIMS_TEST_FOLDER", str(tmp_path))
+    if kind == "disk without locks":
+        monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    machine = type("Machine", (Workers,), {"kind": kind})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+
+
+@pytest.mark.parametrize("kind", ["disk", "disk without locks", "objects", "objects that lag"])
+def test_twenty_workers_on_a_hundred_ranks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLAIMS_TEST_FOLDER", str(tmp_path))
+    if kind == "disk without locks":
+        monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    machine = type("Machine", (Workers,), {"kind": kind, "ranks": MANY_RANKS, "most": 20})()
+    chance = random.Random(0)
+    for _ in range(10):
+        machine.join()
+    while len(machine.job.complete) < MANY_RANKS - 10:
+        what = chance.choices(["join", "take", "finish", "fail", "kill", "stop", "wait"], [3, 20, 20, 1, 1, 1, 1])[0]
+        number = chance.randrange(20)
+        if what == "join":
+            machine.join()
+        elif what == "take":
+            machine.take(number)
+        elif what in ("finish", "fail"):
+            machine.end_rank(number, what)
+        elif what == "kill":
+            machine.kill(number)
+        elif what == "stop":
+            machine.stop_or_continue(number)
+        else:
+            machine.wait(400.0)
+    machine.teardown()
+    assert Counter(machine.job.complete) == dict.fromkeys(range(MANY_RANKS), 1)
+
+
+def test_beside_a_process_that_runs_all_ranks_a_worker_takes_none(job: Job, tmp_path: Path) -> None:
+    first = Process(job)
+    assert first.take() == 0
+    run = Process(job, runs_all=True)
+    assert first.claims.next() is None
+    assert len(first.claims.runs()) == 1
+    assert first.claims.workers() == []
+    run.claims.close()
+    assert first.take() == 1
+
+
+def no_locks(fd: int, how: int) -> None:
+    raise OSError
+
+
+def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(on_disk(tmp_path))
+    here = Process(job)
+    assert here.take() == 0
+    monkeypatch.setattr(files, "lock_holder", lambda path: None)
+    monkeypatch.setattr(stores.socket, "gethostname", lambda: "another")
+    there = Process(job)
+    assert there.claims.free() == [1, 2, 3]
+    for _ in range(3):
+        grow_old(tmp_path, 100.0)
+        here.store.beat()
+        there.store.beat()
+        assert there.claims.free() == [1, 2, 3]
+    here.die()
+    grow_old(tmp_path, 200.0)
+    there.store.beat()
+    for rank in (1, 2, 3):
+        assert there.take_rank(rank)
+        there.claims.complete(rank)
+    assert there.claims.free() == [0]
+
+
+def test_a_mark_that_a_power_loss_cut_off_is_that_of_a_free_rank(tmp_path: Path) -> None:
+    process = Process(Job(on_disk(tmp_path)))
+    (tmp_path / "claims" / "00000-000007").write_bytes(b"\0\0\0")
+    assert process.take() == 0
+    assert process.claims._store.look().marks == [Mark(0, 8, process.owner)]

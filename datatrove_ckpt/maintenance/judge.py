@@ -143,6 +143,24 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         if rank.holder is not None:
             rank.reason += ", which holds its lock"
         return
+    _measure(rank, recent, last, now)
+    if last.silence.lasts:
+        rank.trouble = "stuck"
+        rank.outage = last.silence._replace(seconds=last.silence.seconds + now - last.at)
+    elif last.wait.quiet >= STUCK_SECONDS:
+        rank.trouble = "stuck"
+        rank.reason = _stuck(recent, last, now)
+    else:
+        loop = _barren(rank)
+        if len(loop) >= LOOP_ATTEMPTS:
+            rank.trouble = "looping"
+            rank.reason = _looping(rank, loop, now)
+        else:
+            _judge_restarts(rank, recent, now)
+
+
+def _measure(rank: RankState, recent: RecentHistory, last: Progress, now: float) -> None:
+    """Sets rates, and the time that is left."""
     seconds = recent.seconds
     if seconds:
         rank.in_flight = last.in_flight
@@ -160,19 +178,6 @@ def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded:
         if left >= rank.wait.quiet:
             rank.time_left = left
     rank.has_rate = seconds >= RATE_SECONDS - 1
-    if last.silence.lasts:
-        rank.trouble = "stuck"
-        rank.outage = last.silence._replace(seconds=last.silence.seconds + now - last.at)
-    elif last.wait.quiet >= STUCK_SECONDS:
-        rank.trouble = "stuck"
-        rank.reason = _stuck(recent, last, now)
-    else:
-        loop = _barren(rank)
-        if len(loop) >= LOOP_ATTEMPTS:
-            rank.trouble = "looping"
-            rank.reason = _looping(rank, loop, now)
-        else:
-            _judge_restarts(rank, recent, now)
 
 
 def _barren(rank: RankState) -> list[AttemptSummary]:

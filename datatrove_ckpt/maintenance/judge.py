@@ -126,6 +126,17 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
             reason = f"{reason}, which holds its lock"
         rank.need_attention("silent", reason)
         return
+    _measure(rank, recent, last, now)
+    if last.silence.lasts:
+        rank.need_attention("stuck", _silenced(last))
+    elif last.wait.quiet >= STUCK_SECONDS:
+        rank.need_attention("stuck", _stuck(recent, last, now))
+    else:
+        _judge_restarts(rank, recent, now)
+
+
+def _measure(rank: RankState, recent: History, last: Progress, now: float) -> None:
+    """Sets rates, and the time that is left."""
     seconds = recent.seconds
     if seconds:
         rank.in_flight = last.in_flight
@@ -143,12 +154,6 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
         if left >= rank.wait.quiet:
             rank.time_left = left
     rank.has_rate = seconds >= RATE_SECONDS - 1
-    if last.silence.lasts:
-        rank.need_attention("stuck", _silenced(last))
-    elif last.wait.quiet >= STUCK_SECONDS:
-        rank.need_attention("stuck", _stuck(recent, last, now))
-    else:
-        _judge_restarts(rank, recent, now)
 
 
 def _judge_restarts(rank: RankState, recent: History, now: float) -> None:

@@ -303,19 +303,15 @@ class TrainingCheckpoints:
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
-        for key, state in [*states.items(), ("loader", loader)]:
-            if not hasattr(state, "state_dict") and not (key == "loader" and loader is None):
+        stateful = dict(states)
+        if loader is not None:
+            stateful["loader"] = loader
+        for key, state in stateful.items():
+            if not hasattr(state, "state_dict"):
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
         if writer is not None and not self._is_shared:
             raise ConfigError("save: a writer needs a folder that all nodes share.")
-        if not hasattr(step, "__index__") or index(step) < 0:
-            raise ConfigError("save: the step must be an integer from 0 on.")
-        step = index(step)
-        if step < self._last_step:
-            raise ConfigError(
-                f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
-                "training from the start takes a new folder."
-            )
+        step = self._checked_step(step)
         try:
             numbers = {key: float(value) for key, value in (metrics or {}).items()}
         except (TypeError, ValueError) as error:
@@ -338,8 +334,11 @@ class TrainingCheckpoints:
         contents = {_RANDOM: [each for each, _ in gathered], _INPUT: [each for _, each in gathered]}
         for key, state in states.items():
             contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
-        if numbers and self._keep_best and self._best not in numbers and not self._manifests and self._is_owner:
-            logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
+        self._warn_of_metrics(numbers)
+        self._hand_over(name, contents, numbers, began)
+
+    def _hand_over(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], began: float) -> None:
+        """Gives the thread that writes a copy of the states."""
         self._pause = time.monotonic() - began
         self._saved_at = time.monotonic()
         if not self._is_owner:
@@ -353,7 +352,23 @@ class TrainingCheckpoints:
             return
         self._pause = time.monotonic() - began
         self._saved_at = time.monotonic()
-        self._writing.start(self._write, name, contents, numbers, self._pause)
+        self._writing.start(self._write, name, contents, metrics, self._pause)
+
+    def _checked_step(self, step: int) -> int:
+        if not hasattr(step, "__index__") or index(step) < 0:
+            raise ConfigError("save: the step must be an integer from 0 on.")
+        step = index(step)
+        if step < self._last_step:
+            raise ConfigError(
+                f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
+                "training from the start takes a new folder."
+            )
+        return step
+
+    def _warn_of_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Of the first step, if no best one can be found by its metrics."""
+        if metrics and self._keep_best and self._best not in metrics and not self._manifests and self._is_owner:
+            logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
 
     def _claim(self) -> None:
         """Before the first save or rollback: a later restart would take steps of another training for this one's."""

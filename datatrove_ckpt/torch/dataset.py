@@ -219,8 +219,6 @@ class ReaderDataset(StatefulIterable):
         Raises:
             CheckpointMismatch: an epoch that was at its end would be given once more.
         """
-        if not self._shared.epoch_was_set:
-            return
         if state is None:
             again = self._shared.comes_again(self, epoch, number, workers)
             if again is not None:

@@ -214,10 +214,7 @@ class Epoch(Iterator[Any]):
 
     def state(self) -> State:
         """The state after the latest sample."""
-        state = self._start | {"samples": self._samples}
-        if self._missing:
-            state["skipped"] = self._missing
-        return state
+        return self._start | {"samples": self._samples, "skipped": self._missing}
 
     def check_used(self, next_epoch: int) -> None:
         """Called before the next epoch.

@@ -141,28 +141,25 @@ class Shared:
 
     def note_read(self, worker: int | None) -> None:
         """A sample was taken in the current epoch."""
-        self._numbers[self._cell(worker)] = self._numbers[_EPOCH_CALLS] + 1
+        self._mark(_READ, worker)
         if worker is not None:
             self._numbers[_WORKERS_READ] = 1
 
     def epoch_begins_again(self, worker: int | None) -> bool:
         """Whether samples of the current epoch were taken before, and nobody was warned yet."""
-        again = int(self._numbers[self._cell(worker)]) == int(self._numbers[_EPOCH_CALLS]) + 1
-        if not again or self._numbers[_WARNED] or worker:
+        if worker or self._numbers[_WARNED] or not self._is_marked(_READ, worker):
             return False
         self._numbers[_WARNED] = 1
         return True
 
     def note_resumed_at_end(self, worker: int | None) -> None:
         """A state of the end of the current epoch was resumed: nothing is left of the epoch."""
-        self._numbers[self._cell(worker, _ENDED)] = self._numbers[_EPOCH_CALLS] + 1
+        self._mark(_ENDED, worker)
 
     def comes_again(self, owner: object, epoch: int, worker: int | None, workers: int) -> CheckpointMismatch | None:
         """The error, if all workers have done that in the current epoch, and all of it would be given once more."""
         numbers = [None] if worker is None else range(workers)
-        now = int(self._numbers[_EPOCH_CALLS]) + 1
-        ended = all(int(self._numbers[self._cell(number, _ENDED)]) == now for number in numbers)
-        if not self.epoch_was_set or not ended:
+        if not self.epoch_was_set or not all(self._is_marked(_ENDED, number) for number in numbers):
             return None
         return CheckpointMismatch(
             f"The state of {type(owner).__name__} is of the end of epoch {epoch}, and set_epoch({epoch}) was called: "
@@ -190,15 +187,23 @@ class Shared:
 
     def take_load(self, number: int, worker: int | None) -> bool:
         """True once for each worker and load: the worker resumes there, and in the next epoch it does not."""
-        cell = self._cell(worker, _TAKEN)
+        cell = _cell(_TAKEN, worker)
         if int(self._numbers[cell]) >= number:
             return False
         self._numbers[cell] = number
         return True
 
-    def _cell(self, worker: int | None, what: int = _READ) -> int:
-        place = _CELLS if worker is None else worker % _CELLS
-        return _PER_WORKER + what * (_CELLS + 1) + place
+    def _mark(self, what: int, worker: int | None) -> None:
+        """In the current epoch."""
+        self._numbers[_cell(what, worker)] = self._numbers[_EPOCH_CALLS] + 1
+
+    def _is_marked(self, what: int, worker: int | None) -> bool:
+        return bool(self._numbers[_cell(what, worker)] == self._numbers[_EPOCH_CALLS] + 1)
+
+
+def _cell(what: int, worker: int | None) -> int:
+    place = _CELLS if worker is None else worker % _CELLS
+    return _PER_WORKER + what * (_CELLS + 1) + place
 
 
 _LOADED_TOO_LATE = (

@@ -16,7 +16,7 @@ from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
-VERSION = 2
+VERSION = 3
 _KIND = "datatrove_ckpt.ReaderDataset"
 
 
@@ -62,14 +62,9 @@ class DatasetState:
         return self.slot and Topology(self.slot.world_size, self.slot.workers, self.batch)
 
     def to_json(self) -> State:
-        shared = {"kind": _KIND, "version": VERSION, "epoch": self.epoch, "order": self.order, "input": self.input}
-        shared["done"] = [one.to_json() for one in self.done]
-        if self.slot is None:
-            return shared | {"ended": self.ended}
-        own = {"slot": list(self.slot), "samples": self.samples, "batch": self.batch, "even": self.even}
-        if self.skipped:
-            own["skipped"] = self.skipped
-        return shared | own
+        done = [each.to_json() for each in self.done]
+        slot = self.slot and list(self.slot)
+        return {"kind": _KIND, "version": VERSION, **vars(self), "done": done, "slot": slot}
 
     @classmethod
     def from_json(cls, content: State) -> DatasetState:
@@ -79,11 +74,10 @@ class DatasetState:
                 f"The state is of version {content.get('version')!r} of {content.get('kind') or 'an unknown dataset'}, "
                 f"and this release reads version {VERSION} of {_KIND}. Resume with the release that made it."
             )
-        own: State = {key: content[key] for key in ("samples", "skipped", "batch", "even", "ended") if key in content}
-        if "slot" in content:
-            own["slot"] = Slot(*content["slot"])
-        done = tuple(Round.from_json(one) for one in content["done"])
-        return cls(content["epoch"], content["order"], content["input"], done, **own)
+        fields = {key: value for key, value in content.items() if key not in ("kind", "version", "checksum")}
+        fields["done"] = tuple(Round.from_json(each) for each in content["done"])
+        fields["slot"] = content["slot"] and Slot(*content["slot"])
+        return cls(**fields)
 
     def has_ended(self) -> bool:
         """Whether no sample of the epoch is left."""

@@ -203,7 +203,7 @@ def test_another_order_or_version_is_refused(parquet: SeekingReader) -> None:
         epoch(parquet, ALONE, state, seed=2)
     with pytest.raises(CheckpointMismatch, match="shuffle_window"):
         epoch(parquet, ALONE, state, window=parse_window("1MB"))
-    with pytest.raises(CheckpointMismatch, match=r"version 9 .* reads version 2"):
+    with pytest.raises(CheckpointMismatch, match=r"version 9 .* reads version 3"):
         DatasetState.from_json(state | {"version": 9})
 
 

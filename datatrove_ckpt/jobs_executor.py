@@ -145,6 +145,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         except ValueError as error:
             raise ConfigError(f"executor: {error}".replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
         self.cancel_on_interrupt = cancel_on_interrupt
+        if workers == -1:
+            self.workers = math.ceil(tasks / tasks_per_job)
+        self.tasks_per_job = 1  # a job takes them one by one
         configs = [config for runner in self._runners for config in runner.models.values()]
         engines = [] if image else [config.server_type for config in configs]  # an image may have its engine
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
@@ -335,7 +338,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _keep_jobs(self, claims: Claims) -> None:
         """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank is left."""
-        most = self.workers if self.workers != -1 else math.ceil(self.tasks / self.tasks_per_job)
         known: dict[str, _Job] = {}
         retries = 0
         while True:
@@ -355,7 +357,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             left = set(self._left(range(self.tasks))) - given_up.keys()
             if not left and not alive:
                 return
-            wanted = min(most, at_work + free) - len(alive)  # jobs that are not at work yet take free ranks, too
+            wanted = min(self.workers, at_work + free) - len(alive)  # who is not at work yet takes one, too
             if left and wanted > 0:
                 self._start(alive, wanted, retries)
             known = alive

@@ -363,7 +363,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 raise _runs_all(runs)
             given_up = claims.given_up()
             if given_up:
-                raise _given_up(given_up, self.world_size)
+                raise given_up_error(given_up, self.world_size)
             if not self._is_worker:
                 claims.clear()
 
@@ -629,11 +629,11 @@ def _as_counted(value: dict[str, float] | float) -> MetricStats:
     return MetricStats(value, value, 1, 1, 1) if value else MetricStats(0, 1, 0, 0, 0)
 
 
-def _given_up(causes: dict[int, str], tasks: int) -> GivenUp:
+def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
     named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
     return GivenUp(
         f"{len(causes)} of {tasks} tasks are not complete, because they were given up:{named}\nCorrect the cause, and "
-        "run the job again without --worker to resume."
+        "run the job again (without --worker) to resume."
     )
 
 

@@ -1,20 +1,19 @@
 """JobsPipelineExecutor: datatrove's for Hugging Face Jobs, with what it lacks.
 
-    the package on the job's machine    a zip of this very code, beside ``executor.pik`` (``process/job_launch.py``)
-    a job's disk is empty               each runner has a mirror, below ``logging_dir`` by default
-    a job reaches its timeout           its rank drains before; SIGTERM drains, too
-    a job dies                          what its ranks have left is started again, as long as they advance; not those
-                                        that would fail alike: they leave a note (``failures``)
-    the coordinator ends                jobs go on; the next run of the same command waits for them
-
-What a job is to do stands in its own environment. datatrove's list of ranks in ``logging_dir`` is rewritten at each
-launch, and a job of an earlier one that still waits in a queue would read the wrong ranks.
+the package on the job's machine    a zip of this very code, beside ``executor.pik`` (``process/job_launch.py``)
+a job's disk is empty               each runner has a mirror, below ``logging_dir`` by default
+a job has ranks of its own          it is a worker, which takes ranks until none is free
+a job reaches its timeout           its ranks drain before; SIGTERM drains, too
+a job dies                          the next one takes its ranks, as long as they advance. Why it failed stands in
+                                    a note (``failures``)
+the coordinator ends                jobs go on; the next run of the same command waits for them
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import re
 import signal
@@ -22,14 +21,13 @@ import threading
 import time
 import uuid
 import warnings
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import chdir, contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dill  # type: ignore[import-untyped]
 import orjson
@@ -40,24 +38,20 @@ from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress, mirrored_progress
 from datatrove_ckpt.config.paths import default_mirror
-from datatrove_ckpt.errors import (
-    CheckpointMismatch,
-    CkptError,
-    ConfigError,
-    DocumentError,
-    InputError,
-    OutputMismatch,
-)
-from datatrove_ckpt.executor import _close_servers, stats_of_complete
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
+from datatrove_ckpt.executor import LocalPipelineExecutor, given_up_error, stats_of_complete
 from datatrove_ckpt.formatting import all_are, plural
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
 from datatrove_ckpt.process.pool_signals import usual_handler
-from datatrove_ckpt.process.task_errors import log_disabled, own_error, task_of_many
+from datatrove_ckpt.process.task_errors import log_disabled, own_error
 from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
 from datatrove_ckpt.retrying import OPENING, READING, code_of_rank, failure_line, http_status, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.claims.claims import Claims
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
@@ -68,8 +62,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _THREADS = 32
 _MOST_SHOWN = 5
 _CANCELED = "canceled"  # a file in logging_dir
-_LOOKS = 4  # for the markers of a job that has completed
-_ALL_RANKS, _THIS_RANK = 2, 3  # codes of ``code_of_rank``
+_ALL_RANKS = 2  # a code of ``code_of_rank``
 
 T = TypeVar("T")
 
@@ -78,19 +71,18 @@ T = TypeVar("T")
 class _Job:
     """
     Attributes:
-        reached: what the mirror had of each rank when the job was submitted.
-        retries: launches before this one, in turn, in which no rank advanced.
-        launch: names the file in which the job notes why its ranks failed.
+        launch: names the file in which the job notes why it failed.
         settings: of what the job was started with; see ``_settings``.
+        reached: how far all ranks were when the job was first seen.
+        retries: jobs before this one, in turn, during which no rank advanced.
     """
 
     id: str
     url: str
-    ranks: list[int]
-    reached: dict[int, Progress]
-    retries: int = 0
     launch: str = ""
     settings: str = ""
+    reached: dict[int, Progress] = field(default_factory=dict)
+    retries: int = 0
 
 
 class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
@@ -99,6 +91,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     All arguments but the last are those of datatrove's ``JobsPipelineExecutor``, with these differences.
 
     Args:
+        workers: how many jobs share the tasks. -1: one for each ``tasks_per_job`` of them.
+        tasks_per_job: only for that.
         logging_dir: its bucket also gets the package, and by default the mirror of each runner (checkpoints/).
         dependencies: packages that the jobs need besides this one, what it requires, and without ``image`` the engine.
         flavor: the machine of a job; ``hf jobs hardware`` lists them.
@@ -107,7 +101,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         labels, env: of each job, beside ours. What env says is kept in files.
         secrets: with None for a value, this process's variable of that name. The keys of endpoints (``api_key_env``)
             and of mirrors are added.
-        max_retries: how often in turn the rest of a job is started again although none of its ranks has advanced.
+        max_retries: how many more jobs are started in turn although no rank advances, and how often a rank that fails,
+            or kills its job, without progress is tried again.
         poll_interval: seconds between two looks at the jobs.
         cancel_on_interrupt: an interrupted run cancels its jobs. Otherwise they go on, and the next run waits for them.
     """
@@ -150,6 +145,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         except ValueError as error:
             raise ConfigError(f"executor: {error}".replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
         self.cancel_on_interrupt = cancel_on_interrupt
+        if workers == -1:
+            self.workers = math.ceil(tasks / tasks_per_job)
+        self.tasks_per_job = 1  # a job takes them one by one
         configs = [config for runner in self._runners for config in runner.models.values()]
         engines = [] if image else [config.server_type for config in configs]  # an image may have its engine
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
@@ -177,7 +175,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     # inside a job --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Starts the jobs for every rank that is not complete, and waits until all are. In a job: runs its ranks.
+        """Starts jobs until every rank is complete, and waits for them. In a job: runs ranks until none is free.
 
         Raises:
             ConfigError: a setting cannot work, or something would be on a job's own disk.
@@ -187,8 +185,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
         from datatrove_ckpt.preflight.run_plan import checkpoints_seen
 
-        if job_launch.RANKS in os.environ:
-            return self._run_in_job([int(rank) for rank in os.environ[job_launch.RANKS].split(",")])
+        if job_launch.LAUNCH in os.environ:
+            return self._work()
         skip_completed = self.skip_completed
         self.skip_completed = skip_completed and not any(runner.retry_dead_letters for runner in self._runners)
         try:
@@ -205,32 +203,21 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             self.skip_completed = skip_completed
         return None
 
-    def _run_in_job(self, ranks: Sequence[int]) -> None:
-        """Each rank in turn. One whose own documents are wrong does not keep the others from running."""
-        pipeline, failure = self.pipeline, None
-        failures: dict[str, tuple[int, str]] = {}
+    def _work(self) -> None:
         try:
-            for rank in ranks:
-                self.pipeline = deepcopy(pipeline)
-                try:
-                    with task_of_many(len(ranks) > 1), chdir("."):
-                        self._run_for_rank(rank)
-                except Exception as error:
-                    own = own_error(error) or error
-                    failures[str(rank)] = (code_of_rank(own), log_text(f"{type(own).__name__}: {own}"))
-                    self._note(failures)
-                    if not isinstance(own, DocumentError | InputError | OutputMismatch):
-                        raise
-                    failure = failure or error
-        finally:
-            self.pipeline = pipeline
-            _close_servers()
-        if failure is not None:
-            raise failure
+            self._as_worker().run_worker()
+        except GivenUp as error:  # the coordinator ends with it
+            logger.error(str(error))
+        except Exception as error:
+            own = own_error(error) or error
+            note = code_of_rank(own), log_text(f"{type(own).__name__}: {own}")
+            with suppress(Exception), self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file:
+                file.write(orjson.dumps(note))
+            raise
 
-    def _note(self, failures: dict[str, tuple[int, str]]) -> None:
-        with suppress(Exception), self.logging_dir.open(f"failures/{os.environ[job_launch.LAUNCH]}.json", "wb") as file:
-            file.write(orjson.dumps(failures))
+    def _as_worker(self) -> LocalPipelineExecutor:
+        attempts = self.max_retries + 1
+        return LocalPipelineExecutor(self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts)
 
     # the coordinator -----------------------------------------------------------------------------------------------
 
@@ -260,27 +247,18 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self._launched = True
         self._ensure_logging_dir_repo()
         running = self._running()
-        taken = {rank for job in running for rank in job.ranks}
-        ranks = [rank for rank in self._left(range(self.tasks), self.skip_completed) if rank not in taken]
+        ranks = self._left(range(self.tasks), self.skip_completed)
         if running:
             logger.info(f"{plural(len(running), 'job')} of an earlier start still run: {_shown(running)}. Waiting.")
-        if not ranks and not running:
-            logger.info(f"{all_are(self.tasks, 'task').capitalize()} complete already.")
         else:
             self._forget_markers(ranks)
+        if ranks:
             with naming_hub("logging_dir"):
                 self._upload()
-        self._began = time.time()
-        batches = [ranks[at : at + self.tasks_per_job] for at in range(0, len(ranks), self.tasks_per_job)]
-        with _sigterm_interrupts():
-            try:
-                failed = self._work_through(running, deque((batch, 0) for batch in batches))
-            except KeyboardInterrupt:
-                self._leave()
-                raise
-        if failed:
-            raise _failed(failed, self.tasks, self._folder)
-        if ranks or running or not self.logging_dir.isfile("stats.json"):
+            self._work_through()
+        else:
+            logger.info(f"{all_are(self.tasks, 'task').capitalize()} complete already.")
+        if ranks or not self.logging_dir.isfile("stats.json"):
             stats = stats_of_complete(self.logging_dir, range(self.tasks))
             with self.logging_dir.open("stats.json", "wt") as file:
                 stats.save_to_disk(file)
@@ -341,26 +319,49 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 raise
             logger.warning(f"{error} Going on all the same (run_on_dependency_fail).")
 
-    def _work_through(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> list[tuple[_Job, str]]:
-        """Keeps at most ``workers`` jobs running until nothing is left. Returns those that were given up, and why."""
-        failed, looks = list[tuple[_Job, str]](), Counter[str]()
-        while running or waiting:
-            self._fill(running, waiting)
-            time.sleep(self.poll_interval)
-            for job in [*running]:
+    def _work_through(self) -> None:
+        """
+        Raises:
+            GivenUp: some ranks were given up.
+            CkptError: no other job would help.
+        """
+        self._began = time.time()
+        with _sigterm_interrupts(), self._as_worker()._open_claims(runs_all=False) as claims:
+            claims.clear()
+            try:
+                self._keep_jobs(claims)
+            except KeyboardInterrupt:
+                self._leave()
+                raise
+            if given_up := claims.given_up():
+                raise given_up_error(given_up, self.tasks)
+
+    def _keep_jobs(self, claims: Claims) -> None:
+        """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank is left."""
+        known: dict[str, _Job] = {}
+        retries = 0
+        while True:
+            alive = {job.id: known.get(job.id, job) for job in self._alive()}
+            for job in known.values():
+                if job.id in alive:
+                    continue
                 stage = self._stage(job)
-                if stage not in _ENDED:
-                    continue
-                left = self._left(job.ranks)
-                if left and stage == "COMPLETED" and looks[job.id] < _LOOKS:  # the list of markers may be old
-                    looks[job.id] += 1
-                    continue
-                running.remove(job)
-                if left:
-                    failed += self._again(job, stage, left, waiting)
-                else:
-                    logger.info(f"Job {job.url} has completed its {plural(len(job.ranks), 'task')}.")
-        return failed
+                if stage in _ENDED:
+                    retries = self._retries_after(job, stage)
+                else:  # the list was old
+                    alive[job.id] = job
+            free, at_work, given_up = self._asked(
+                "The claims of tasks cannot be listed",
+                lambda: (len(claims.free()), len(claims.workers()), claims.given_up()),
+            )
+            left = set(self._left(range(self.tasks))) - given_up.keys()
+            if not left and not alive:
+                return
+            wanted = min(self.workers, at_work + free) - len(alive)  # who is not at work yet takes one, too
+            if left and wanted > 0:
+                self._start(alive, wanted, retries)
+            known = alive
+            time.sleep(self.poll_interval)
 
     def _running(self) -> list[_Job]:
         """The jobs of an earlier start.
@@ -376,83 +377,73 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 f"package: {_shown(others)}. Wait for them with what they were started with, or cancel them "
                 "(--cancel), and run this again."
             )
-        return self._followed(running)
+        return running
 
-    def _followed(self, jobs: Iterable[_Job]) -> list[_Job]:
-        return [replace(job, reached=self._progress(job.ranks)) for job in jobs]
+    def _retries_after(self, job: _Job, stage: str) -> int:
+        """How many jobs in turn were without progress, now that this one has ended.
 
-    def _again(
-        self, job: _Job, stage: str, left: list[int], waiting: deque[tuple[list[int], int]]
-    ) -> Iterator[tuple[_Job, str]]:
-        """Lets what a job has left start again, if that may help. Yields what is given up, and why."""
-        now, notes = self._progress(left), self._failures(job)
-        advanced = len(left) < len(job.ranks) or any(now[rank] > job.reached[rank] for rank in left)
-        retries = 0 if advanced else job.retries + 1
-        said = next((notes[rank][1] for rank in left if rank in notes), "")
-        what = f"Job {job.url} ended as {stage}, with {plural(len(left), 'task')} left{f' ({said})' * bool(said)}"
-        hopeless = [rank for rank in left if notes.get(rank, (0, ""))[0] == _THIS_RANK]
+        Raises:
+            CkptError: no other one would help.
+        """
+        code, said = self._failure(job)
+        retries = job.retries + 1
+        if stage == "COMPLETED" or code == 128 + signal.SIGTERM or self._progress() != job.reached:
+            retries = 0
         why = ""
-        if stage == "CANCELED" or any(code == _ALL_RANKS for code, _ in notes.values()):
-            why = "canceled" if stage == "CANCELED" else "no other start would help"
-            for ranks, _ in waiting:
-                yield _Job("", "not started", ranks, {}), f"after that of {job.id}"
-            waiting.clear()
-        elif retries > self.max_retries and any({*left} & {*one.ranks} for one in self._alive()):
-            waiting.append((left, retries))  # another coordinator has started them
-            return
+        if stage == "CANCELED":
+            why = "canceled"
+        elif code == _ALL_RANKS:
+            why = "no other start would help"
         elif retries > self.max_retries:
             why = f"{plural(retries, 'start')} in turn without progress"
-        elif hopeless:
-            logger.error(f"{what}: tasks {', '.join(map(str, hopeless))} would fail again.")
-            for rank in hopeless:
-                yield _Job(job.id, job.url, [rank], {}), notes[rank][1]
-            left = [rank for rank in left if rank not in hopeless]
+        what = f"Job {job.url} ended as {stage}{f' ({said})' * bool(said)}"
         if why:
-            logger.error(f"{what}: {why}.")
-            yield _Job(job.id, job.url, left, {}), said or f"{stage}, {why}"
-        elif left and all(code == 128 + signal.SIGTERM for code, _ in notes.values()) and notes:
-            logger.info(f"Job {job.url} drained before its end, with {plural(len(left), 'task')} left. They go on.")
-            waiting.append((left, retries))
-        elif left:
-            again = "" if advanced or hopeless else f", without progress: {retries} of {self.max_retries}"
-            logger.warning(f"{what}. They start again{again}.")
-            waiting.append((left, retries))
+            left = self._left(range(self.tasks))
+            raise CkptError(
+                f"{len(left)} of {self.tasks} tasks are not complete. {what}: {why}. `datatrove-ckpt status` shows "
+                f"each task; their logs: hf jobs logs {job.id}, and {self._folder}/logs. Other jobs of this run go on. "
+                "Run the same command again to resume."
+            )
+        if stage == "COMPLETED":
+            logger.info(f"Job {job.url} has ended: no task was free.")
+        else:
+            again = f", without progress: {retries} of {self.max_retries}" if retries else ""
+            logger.warning(f"{what}. Its tasks go on in another job{again}.")
+        return retries
 
-    def _failures(self, job: _Job) -> dict[int, tuple[int, str]]:
-        """By rank the exit code and the error, as the job has noted them."""
-        path = f"failures/{job.launch}.json"
+    def _failure(self, job: _Job) -> tuple[int, str]:
+        """The exit code and the error, as the job has noted them."""
         try:
-            with self.logging_dir.open(path, "rb") as file:
-                return {int(rank): (code, text) for rank, (code, text) in orjson.loads(file.read()).items()}
+            with self.logging_dir.open(_note(job.launch), "rb") as file:
+                code, said = orjson.loads(file.read())
         except Exception:  # there is none: a job that is killed notes nothing
-            return {}
+            return 0, ""
+        return code, said
 
-    def _fill(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> None:
-        """Starts jobs as long as they may; what another coordinator has started meanwhile is waited for instead."""
-        if waiting and (self.workers == -1 or len(running) < self.workers):
-            self._adopt(running, waiting)
-            if waiting and self._is_canceled():
-                raise CkptError(
-                    f"This run was canceled (--cancel). {plural(len(running), 'job')} of it may still end: "
-                    f"{_shown(running)}. Run the same command again to resume."
-                )
-        while waiting and (self.workers == -1 or len(running) < self.workers):
-            ranks, retries = waiting[0]
+    def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
+        """Starts so many jobs, and adds them to those that are alive."""
+        if self._is_canceled():
+            raise CkptError(
+                f"This run was canceled (--cancel). {plural(len(alive), 'job')} of it may still end: "
+                f"{_shown([*alive.values()])}. Run the same command again to resume."
+            )
+        reached = self._progress()
+        for _ in range(number):
             try:
                 with (
                     warnings.catch_warnings(action="ignore", category=UserWarning),  # run_uv_job is experimental
                     redirect_stdout(io.StringIO()),  # it prints for each job which bucket has its script
                 ):
-                    running.append(self._submit(ranks, retries))
+                    job = self._submit(reached, retries)
             except Exception as error:
                 if not READING.passes(error):
                     raise CkptError(
-                        f"Hugging Face refuses to start a job: {failure_line(error)}. {plural(len(running), 'job')} of "
+                        f"Hugging Face refuses to start a job: {failure_line(error)}. {plural(len(alive), 'job')} of "
                         "this run go on. Correct that and run the same command again."
                     ) from error
                 logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
                 return  # if only the answer was lost, the job is found in the list
-            waiting.popleft()
+            alive[job.id] = job
 
     def _is_canceled(self) -> bool:
         """Whether ``cancel`` was called since this run's start."""
@@ -462,24 +453,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         except (OSError, ValueError):  # there is none
             return False
 
-    def _adopt(self, running: list[_Job], waiting: deque[tuple[list[int], int]]) -> None:
-        known = {job.id for job in running}
-        found = [job for job in self._alive() if job.id not in known]
-        taken = {rank for job in found for rank in job.ranks}
-        batches = [([rank for rank in ranks if rank not in taken], retries) for ranks, retries in waiting]
-        wanted = {rank for ranks, _ in waiting for rank in ranks}
-        running += self._followed(job for job in found if wanted & {*job.ranks})
-        waiting.clear()
-        waiting.extend(batch for batch in batches if batch[0])
-
-    def _submit(self, ranks: list[int], retries: int) -> _Job:
+    def _submit(self, reached: dict[int, Progress], retries: int) -> _Job:
         from huggingface_hub import run_uv_job
 
-        reached, launch = self._progress(ranks), uuid.uuid4().hex
+        launch = uuid.uuid4().hex
         env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1", **(self.env or {})}
-        own = {job_launch.RANKS: ",".join(map(str, ranks)), job_launch.LAUNCH: launch}
-        own |= {_SETTINGS: self._settings}
-        own[job_launch.TIMEOUT] = f"{self._seconds():g}"
+        own = {job_launch.LAUNCH: launch, _SETTINGS: self._settings, job_launch.TIMEOUT: f"{self._seconds():g}"}
         labels = {"datatrove_job_name": self.job_name, **(self.labels or {}), _LABEL: self._label}
         job = run_uv_job(
             job_launch.__file__,
@@ -495,8 +474,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             namespace=self.namespace,
             token=self.token,
         )
-        logger.info(f"Started job {job.url} for {plural(len(ranks), 'task')}, from {ranks[0]} on.")
-        return _Job(job.id, job.url, ranks, reached, retries, launch)
+        logger.info(f"Started job {job.url}.")
+        return _Job(job.id, job.url, launch, self._settings, reached, retries)
 
     def _alive(self) -> list[_Job]:
         """The jobs of this run that wait or run, whoever has started them."""
@@ -507,9 +486,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         found = []
         for job in jobs:
             env = job.environment or {}
-            ranks = [int(rank) for rank in env.get(job_launch.RANKS, "").split(",") if rank]
-            launch, settings = env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, "")
-            found.append(_Job(job.id, job.url, ranks, {}, launch=launch, settings=settings))
+            found.append(_Job(job.id, job.url, env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, "")))
         return found
 
     def _stage(self, job: _Job) -> str:
@@ -544,7 +521,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         found: list[int] = self._asked("The markers of tasks cannot be listed", look)
         return found
 
-    def _progress(self, ranks: Sequence[int]) -> dict[int, Progress]:
+    def _progress(self) -> dict[int, Progress]:
+        """Of the ranks that are not complete."""
+        ranks = self._left(range(self.tasks))
         urls = [url for runner in self._runners if (url := runner.checkpoints_remote_dir) is not None]
 
         def look() -> dict[int, Progress]:
@@ -653,12 +632,5 @@ def _shown(jobs: Sequence[_Job]) -> str:
     return ", ".join(job.url for job in jobs[:_MOST_SHOWN]) + more
 
 
-def _failed(failed: Sequence[tuple[_Job, str]], tasks: int, folder: str) -> CkptError:
-    failed = sorted(failed, key=lambda each: each[0].ranks)
-    left = sum(len(job.ranks) for job, _ in failed)
-    lines = "".join(f"\n  tasks {', '.join(map(str, job.ranks))}: {job.url} ({why})" for job, why in failed)
-    log = f"hf jobs logs {next((job.id for job, _ in failed if job.id), 'ID')}"
-    return CkptError(
-        f"{left} of {tasks} tasks are not complete:{lines}\n`datatrove-ckpt status` shows each task; their logs: "
-        f"{log}, and {folder}/logs. Run the same command again to resume."
-    )
+def _note(launch: str) -> str:
+    return f"failures/{launch}.json"

@@ -248,8 +248,8 @@ def k8s() -> None:
     examples:
       datatrove-ckpt k8s configs/kubernetes.yaml
 
-    Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG says image, resources and volumes; each index of
-    the Job runs one task. What a pod would lose is refused. It asks no cluster.
+    Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG says image, resources, volumes and the number of
+    pods, which share the tasks. What a pod would lose is refused. It asks no cluster.
 
     exit codes:
       0  the manifests are printed

@@ -229,7 +229,7 @@ class RemoteMirror:
             if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
                 raise
             self._failure = failure_line(error)
-            if job_launch.RANKS in os.environ and retrying.http_status(error) in (401, 403):
+            if job_launch.LAUNCH in os.environ and retrying.http_status(error) in (401, 403):
                 raise StorageFailed(
                     f"{self.url} refuses this job's token ({retrying.library_line(error)}), and the job's disk goes "
                     "with it: going on would pay for answers that are lost. Log in (hf auth login) where the run was "

@@ -23,12 +23,10 @@ END = "DATATROVE_CKPT_JOB_END_TIME"
 
 LAUNCH = "DATATROVE_CKPT_JOB_LAUNCH"
 """The variable that names this launch, and the file for what goes wrong in it."""
-RANKS = "DATATROVE_CKPT_JOB_RANKS"
-"""The variable with the job's ranks."""
 
 
 def main() -> None:
-    """Runs the ranks that the environment names."""
+    """Runs what lies in the folder."""
     folder, name = sys.argv[1:]
     if seconds := os.environ.get(TIMEOUT):
         os.environ[END] = str(time.time() - _age() + float(seconds))
@@ -44,10 +42,10 @@ def main() -> None:
     try:
         with fsspec.open(f"{folder}/executor.pik", "rb") as file:
             executor = dill.load(file)
-    except ImportError as error:  # no other start would help, and no rank can say it
+    except ImportError as error:  # no other start would help, and no executor can say it
         said = [2, f"{error}, in the job: put its package into dependencies, or its module beside the file."]
         with fsspec.open(f"{folder}/failures/{os.environ[LAUNCH]}.json", "w") as file:
-            json.dump(dict.fromkeys(os.environ[RANKS].split(","), said), file)
+            json.dump(said, file)
         raise
     executor.run()
 

@@ -91,10 +91,6 @@ class Job:
             self._later(spec["timeoutSeconds"], lambda: self.end("timeout", grace))
         threading.Thread(target=self._wait, daemon=True).start()
 
-    @property
-    def ranks(self) -> list[int]:
-        return [int(rank) for rank in self.spec["environment"]["DATATROVE_CKPT_JOB_RANKS"].split(",")]
-
     def end(self, why: str, grace: float) -> bool:
         """Begins to end it. Whether nothing else had."""
         if self.ended_by or self.stage != "RUNNING":
@@ -157,8 +153,17 @@ class Jobs:
         return Counter((job.ended_by, job.stage) for job in self.all)
 
     def of(self, rank: int) -> Job | None:
-        """The job that has this rank now."""
-        return next((job for job in self.running if rank in job.ranks), None)
+        """The job that has this rank now: a process of it has claimed the rank."""
+        buckets = [name for kind, name in self._hub.repos if kind == "bucket"]
+        names = [name for bucket in buckets for name in self._hub.files(bucket, kind="bucket")]
+        marks = sorted(name.rpartition("/")[2] for name in names if f"/claims/{rank:05d}-" in name)
+        owner = marks[-1].split("-")[2] if marks else "free"
+        if owner == "free":
+            return None
+        with suppress(ProcessLookupError):
+            session = os.getsid(int(owner[8:16], 16))
+            return next((job for job in self.running if job.process.pid == session), None)
+        return None
 
     def close(self) -> None:
         for job in self.running:

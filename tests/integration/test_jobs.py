@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,7 +248,7 @@ def test_cancel_of_a_script_and_of_a_run_without_jobs(
         "endpoint='http://127.0.0.1:1', jobs={})\n"
     )
     assert "No job of this run waits or runs" in command("run", "job.yaml", "--cancel")
-    alive = SimpleNamespace(id="job7", url="http://hub/job7", environment={"DATATROVE_CKPT_JOB_RANKS": "0"})
+    alive = SimpleNamespace(id="job7", url="http://hub/job7", environment={})
     canceled = []
     monkeypatch.setattr("huggingface_hub.list_jobs", lambda **_: [alive])
     monkeypatch.setattr("huggingface_hub.cancel_job", lambda **asked: canceled.append(asked["job_id"]))
@@ -284,11 +284,10 @@ def test_status_looks_at_a_run_that_works_and_cancel_ends_it(
         watch.start()
         said = command("run", "job.yaml", "--pipeline.1.drain_seconds=0.1", code=1)
         watch.join()
-    assert "tasks 0: " in said.error
     (job,) = jobs.all
-    assert f"tasks 1: not started (after that of {job.id})" in said.error
-    assert "canceled" in said.error
-    assert "hf jobs logs" in said.error
+    assert "2 of 2 tasks are not complete" in said.error
+    assert "ended as CANCELED: canceled" in said.error
+    assert f"hf jobs logs {job.id}" in said.error
     assert "Run the same command again" in said.error
     for status in seen[:2]:
         assert "1 running" in status, status
@@ -306,8 +305,8 @@ def main_in_a_process(*words: str) -> str:
 @pytest.mark.parametrize(
     ("refused", "code", "started", "why"),
     [
-        ("document 0 0", 400, [[0, 1]], "(DocumentFailed: "),  # rank 1 goes on, and rank 0 would fail again
-        ("", 403, [[0, 1], [0, 1]], "(ServerRefused: "),  # that may pass
+        ("document 0 0", 400, 1, "task 0: DocumentFailed: "),  # rank 1 goes on, and rank 0 would fail again
+        ("", 403, 2, "(ServerRefused: "),  # that may pass
     ],
 )
 def test_ranks_that_would_fail_again_are_not_started_again_and_the_cause_is_named(
@@ -317,7 +316,7 @@ def test_ranks_that_would_fail_again_are_not_started_again_and_the_cause_is_name
     command: Command,
     refused: str,
     code: int,
-    started: list[list[int]],
+    started: int,
     why: str,
 ) -> None:
     def status(payload: dict[str, Any], times: int) -> int | None:
@@ -326,11 +325,9 @@ def test_ranks_that_would_fail_again_are_not_started_again_and_the_cause_is_name
     with FakeServer(answer, status=status) as server:
         write_job(hub, server.url, 2, 12, tasks_per_job=2, max_retries=1)
         said = command("run", "job.yaml", code=1)
-    assert [job.ranks for job in jobs.all] == started
-    assert said.error.startswith(f"error: {len(started)} of 2 tasks are not complete:\n  tasks 0")
-    assert jobs.all[-1].id in said.error
+    assert len(jobs.all) == started
+    assert said.error.startswith(f"error: {started} of 2 tasks are not complete")
     assert why in said.error
-    assert "datatrove-ckpt status" in said.error
 
 
 @pytest.mark.slow
@@ -371,7 +368,7 @@ def test_a_module_that_a_job_lacks_is_named_at_once(
     said = command("run", "job.yaml", code=1)
     assert len(jobs.all) == 1
     assert "No module named 'only_here', in the job: put its package into dependencies" in said.error
-    assert "tasks 1: not started (after that of job0000)" in said.error
+    assert "3 of 3 tasks are not complete. Job " in said.error
 
 
 def an_executor(hub: FakeHub, here: Path, **settings: object) -> JobsPipelineExecutor:
@@ -380,16 +377,9 @@ def an_executor(hub: FakeHub, here: Path, **settings: object) -> JobsPipelineExe
     return build(yaml.safe_load(Path("job.yaml").read_text()))
 
 
-def test_what_another_coordinator_has_started_is_waited_for(
-    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_with_other_settings_are_refused(hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = an_executor(hub, here)
-    theirs = _Job("theirs", "url", [1, 2], {}, settings="other")
-    monkeypatch.setattr(executor, "_alive", lambda: [theirs])
-    running, waiting = list[_Job](), deque([([0, 1], 0), ([2], 1), ([3], 0)])
-    executor._adopt(running, waiting)
-    assert [job.id for job in running] == ["theirs"]
-    assert [*waiting] == [([0], 0), ([3], 0)]
+    monkeypatch.setattr(executor, "_alive", lambda: [_Job("theirs", "url", settings="other")])
     with pytest.raises(CheckpointMismatch, match="with other settings, rollout code or package: url"):
         executor._running()
 
@@ -399,14 +389,14 @@ def test_a_cancellation_between_two_jobs_starts_no_other(
 ) -> None:
     executor = an_executor(hub, here)
     executor._began = time.time()
-    monkeypatch.setattr(executor, "_submit", lambda ranks, retries: _Job("1", "url", ranks, {}))
-    running, waiting = list[_Job](), deque([([0, 1], 0)])
+    monkeypatch.setattr(executor, "_submit", lambda reached, retries: _Job("1", "url"))
+    alive: dict[str, _Job] = {}
     assert executor.cancel() == 0
     with pytest.raises(CkptError, match=r"This run was canceled \(--cancel\)"):
-        executor._fill(running, waiting)
+        executor._start(alive, 1, 0)
     executor._began = time.time()  # the same command again
-    executor._fill(running, waiting)
-    assert [job.ranks for job in running] == [[0, 1]]
+    executor._start(alive, 1, 0)
+    assert alive.keys() == {"1"}
 
 
 def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(
@@ -420,7 +410,7 @@ def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(
         canceled.append(job_id)
 
     monkeypatch.setattr("huggingface_hub.cancel_job", cancel_job)
-    monkeypatch.setattr(executor, "_alive", lambda: [_Job(str(n), f"url{n}", [n], {}) for n in range(4)])
+    monkeypatch.setattr(executor, "_alive", lambda: [_Job(str(n), f"url{n}") for n in range(4)])
     with pytest.raises(CkptError, match=r"1 of 4 jobs could not be canceled, and go on: url1 \(PermissionError: not"):
         executor.cancel()
     assert canceled == ["0", "2", "3"]
@@ -514,7 +504,6 @@ def test_the_short_form_and_datatroves_own_executor(
     assert "refuses to start a job" in command("run", "short.yaml", code=1)
     (job,) = started
     assert job["flavor"] == "a10g-small"
-    assert job["env"]["DATATROVE_CKPT_JOB_RANKS"] == "0"
     assert job["env"]["DATATROVE_CKPT_JOB_SECONDS"] == "7200"
     assert job["script"] == "job_launch.py"
     names = {re.split("[<>=;]", one)[0] for one in job["dependencies"]}
@@ -559,7 +548,7 @@ def test_a_hundred_ranks_with_killed_evicted_and_timed_out_jobs(
         f"{len(hub.asked('batch'))} batches."
     )
     assert ends.done == {"kill": kills, "evict": evictions}
-    assert len(timed_out) >= len(stuck)
+    assert timed_out
     assert not jobs.ends["timeout", "ERROR"]
     assert len(asked) == ranks * documents
     assert not ends.again["evict"]

@@ -355,7 +355,7 @@ def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job
 def test_a_run_that_takes_over_is_killed_and_started_again(job: Path, command: Command) -> None:
     """Documents of its own, which the next start finds in its journal, are not asked again either."""
     with FakeServer(hold_after=1) as server:
-        write_yaml(job, server.url)
+        write_yaml(job, server.url, **{"max_concurrent_generations: 3": "max_concurrent_generations: 1"})
         process = processes.start([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], cwd=job)
         until(lambda: server.asked.total() == 2)  # document 5, and document 10, which waits
         until(lambda: "dropped" in finished_lines(job / "new"))

@@ -67,6 +67,11 @@ _SURE_URL = re.compile(
     r"\b[a-z][\w+.-]*://[^\s/@:{}$<]*:[^\s/@{}$<]+@|\b([\w.-]+\+)?https?://[^\s/?#@{}$<]+@", re.IGNORECASE
 )
 _URL = re.compile(r"^\s*([a-z][\w+.-]*:)?//[^/?#]+@|://[^\s/?#]+@|://\[[^]]*$", re.IGNORECASE)
+# What opens a URL to its bearer: signatures of S3, Google and Azure, tokens and keys.
+_URL_SECRET = re.compile(
+    r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Security-Token)|sig|signature|(?:access_)?token|api_?key|key)=)[^&#\s\"'<>]+",
+    re.IGNORECASE,
+)
 _HASH = re.compile("hash (?:(scrypt|keyed-[0-9a-f]{8})-)?([0-9a-f]{32})")
 _PLACEHOLDER = re.compile(rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{_HASH.pattern}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
@@ -313,7 +318,8 @@ class HiddenBytes(bytes):
 class Redactor:
     """Replaces secrets in text that comes from outside: servers quote the key or the URL that they were sent.
 
-    Also replaces the secrets of this process's environment (HF_TOKEN), and what ``note_sent`` has noted. A very short
+    Also replaces the secrets of this process's environment (HF_TOKEN), what ``note_sent`` has noted, and signatures in
+    URLs, which ids of documents may be. A very short
     value is left, because it is not secret, and text would become unreadable without it.
     """
 
@@ -327,7 +333,7 @@ class Redactor:
         found = [*map(Key.reveal, self._given), *environment_secrets(is_secret).values(), *_sent]
         for secret in sorted(found, key=len, reverse=True):  # one may be a part of another
             text = _quoted(secret).sub(HIDDEN, text)
-        return text
+        return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
 
 
 @functools.lru_cache(maxsize=1000)

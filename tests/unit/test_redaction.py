@@ -163,3 +163,13 @@ def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(monkeypatch:
     monkeypatch.setenv("SERVICE_PASSWORD", "a-long-canary")
     assert "canary" not in str(without_secrets("uses.HEADER", ["as a-long-canary says"]))
     assert without_secrets("uses.HEADER", "a text") == "a text"
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Amz-Signature", "X-Goog-Signature", "X-Amz-Security-Token", "sig", "signature", "token", "access_token"]
+)
+def test_what_opens_a_url_is_hidden_wherever_it_is_shown(name: str) -> None:
+    """Ids of documents are often signed URLs."""
+    shown = redact(f"document https://host/a.pdf?page=7&{name}=s3cret%2Bs3cret&more=1, the oldest")
+    assert shown == f"document https://host/a.pdf?page=7&{name}=***&more=1, the oldest"
+    assert redact("What is a signature? token=short for it") == "What is a signature? token=short for it"

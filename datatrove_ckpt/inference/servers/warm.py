@@ -36,7 +36,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, HiddenDict, Key
+from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
 
 if TYPE_CHECKING:
     from datatrove_ckpt.inference.servers.server import InferenceServer
@@ -44,17 +44,13 @@ if TYPE_CHECKING:
 
 _PORT = 1  # any: only the same one for all
 _NOT_FOR_SERVERS = {LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE}
-_SHOWN = 3  # differences in a log line
-
-Settings = dict[str, str]
-"""What makes a server what it is: from names to hashes, because some values are secrets."""
 
 
 @dataclass
 class ServerSet:
-    """The servers of one model. ``model``: its name, if the rank has several."""
+    """The servers of one model. ``model``: its name, if the rank has several. ``settings``: see ``server_settings``."""
 
-    settings: Settings
+    settings: str
     rank: int
     servers: list[InferenceServer]
     model: str = ""
@@ -86,8 +82,8 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> Settings:
-    """Everything that the servers of a rank depend on, but the content of files: their command, environment and place.
+def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> str:
+    """Hashes everything that the servers of a rank depend on, but the content of files: command, environment, place.
 
     Args:
         gpus: how many each model before this one needs; they are divided in this order.
@@ -96,31 +92,17 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> Settin
         ConfigError, ServerStartFailed: see ``Engine.launch``.
     """
     command = config.engine.launch(config, _PORT, Key(""))
-    parts: dict[str, object] = {
-        "command line": command.argv,
-        "replicas": config.replicas,
-        "server_stop_timeout_sec": config.server_stop_timeout_sec,
-        "server_log_folder": config.server_log_folder,
-        "working directory": str(Path.cwd()),
-        "gpus": [config.gpus, *gpus],
-    }
-    environment = HiddenDict({**os.environ, **command.env})
-    return {
-        **{name: _hash(part) for name, part in parts.items()},
-        **{f"environment variable {name}": _hash(environment[name]) for name in environment.keys() - _NOT_FOR_SERVERS},
-    }
-
-
-def _hash(part: object) -> str:
-    return xxhash.xxh3_128_hexdigest(repr(part).encode())
-
-
-def _difference(before: Settings, now: Settings | None) -> str:
-    if now is None:
-        return "it takes over none (reuse_servers is off, or several nodes serve its model)"
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"what it needs differs in {', '.join(names[:_SHOWN])}{more}"
+    environment = {**os.environ, **command.env}
+    parts = (
+        command.argv,
+        config.replicas,
+        config.server_stop_timeout_sec,
+        config.server_log_folder,
+        str(Path.cwd()),
+        [config.gpus, *gpus],
+        sorted((name, value) for name, value in environment.items() if name not in _NOT_FOR_SERVERS),
+    )
+    return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
 
 def _keep(servers: ServerSet) -> bool:
@@ -193,7 +175,7 @@ class RankModels:
         self._configs = [config for config in configs if config.server_type != "endpoint"]
         self._rank = rank
         self._lock = asyncio.Lock()
-        self._settings: dict[str, Settings | None] = {}
+        self._settings: dict[str, str | None] = {}
         self._warm: dict[str, ServerSet] = {}
         self._leases: dict[str, list[GpuLease]] | None = None
 
@@ -231,12 +213,11 @@ class RankModels:
                 self._warm[name] = warm
                 continue
             others.append(warm)
-            why = _difference(warm.settings, self._settings[name]) if name in self._settings else "it has no such model"
-            logger.info(f"Rank {self._rank} does not take over {warm}, which is stopped: {why}.")
+            logger.info(f"Rank {self._rank} needs other servers than {warm}, which is stopped.")
         await asyncio.to_thread(_stop, others)  # they may hold GPUs
         return await lease_gpus(self._configs, self._warm)
 
-    def _settings_of(self, config: InferenceConfig) -> Settings | None:
+    def _settings_of(self, config: InferenceConfig) -> str | None:
         if Nodes.from_environment().count > 1 or not config.reuse_servers or not self._keeps:
             return None
         # Without locks each model has its place among the GPUs, which the models before it decide.

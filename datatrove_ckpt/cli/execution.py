@@ -388,10 +388,9 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
             f"{_verify(root)}"
         )
     skipped = rows_without_document(root)
-    if not counts.read and (skipped.damaged or skipped.without_text):
-        rows = skipped._replace(files=0, names=())  # every file would be named
+    if not counts.read and skipped:
         raise InputError(
-            f"No row of the whole input is a document.{rows} Check text_key and the adapter of the reader, and "
+            f"No row of the whole input is a document.{skipped} Check text_key and the adapter of the reader, and "
             "start again with another checkpoints_local_dir and logging_dir."
         )
     folder = runner.step.output_writer.output_folder.resolve_paths("")
@@ -430,7 +429,7 @@ def _attempts(job: JobSums) -> str:
     attempts = max(ranks, job.numbers.number_of_attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
-    at_least = "at least " if job.numbers.work_is_at_least else ""
+    at_least = "at least " if job.numbers.killed else ""
     again = sent.retries + sent.resent
     were = "was" if sent.sent == 1 else "were"
     said = (

@@ -271,12 +271,6 @@ class DocumentSource:
             return UNKNOWN
         return self._newest[2].reached(self._newest)
 
-    @property
-    def lacks_size(self) -> bool:
-        """How much of the input is done is not known, and never will be."""
-        is_measuring = self._newest is not None and self._newest[2].is_measuring
-        return self.handed_over > 0 and self.reached().total is None and not is_measuring
-
     def shard(self) -> State:
         """For ``shard.json``: what was read, as far as that is known, and what the steps before the runner counted.
 

@@ -132,11 +132,6 @@ class InputExtent:
         self._is_near = is_near
         self._is_measured = rows is not None
 
-    @property
-    def is_measuring(self) -> bool:
-        """Sizes are being looked up."""
-        return self.measuring is not None and self.measuring.is_alive()
-
     def file(self, index: int, bytes_before: int, size: int) -> FileExtent:
         """The extent of one file, whose format is still to fill it in."""
         if self.unit == "rows":
@@ -203,18 +198,13 @@ class FileState:
         """The reader's state at the position, which is in this file."""
         _, documents, _, file_position, skipped = position
         at = [number & PLAIN_INTEGER for number in file_position]
-        return self.shared | {"documents": documents, "at": at, "skipped": skipped.to_json()}
+        return self.shared | {"documents": documents, "at": at, "skipped": list(skipped)}
 
     def reached(self, position: Position) -> Reached:
         """How much of the reader's input comes before the position, which is in this file."""
         if self.input is None or self.file is None:
             return UNKNOWN
         return self.input.reached(self.file, position[3], position[1])
-
-    @property
-    def is_measuring(self) -> bool:
-        """How large the input is may be known soon."""
-        return self.input is not None and self.input.is_measuring
 
     def __deepcopy__(self, memo: dict[int, object]) -> FileState:
         return self
@@ -347,7 +337,6 @@ class ReaderStart:
             return
         self.skipped_in[name] = self.skipped.damaged > before.damaged
         if not has_documents:
-            self.skipped = self.skipped.plus_file(name)
             logger.warning(f"The input file {name!r} gave no document: no line or row of it is one.")
 
 
@@ -374,7 +363,7 @@ def in_pipeline() -> bool:
 def saved_skipped(state: State | None) -> SkippedLines:
     if state is None or "file" not in state:  # the state before the first document
         return SkippedLines()
-    return SkippedLines.from_json(state["skipped"]) if "skipped" in state else SkippedLines(at_least=True)
+    return SkippedLines.from_json(state.get("skipped", ()))
 
 
 class _ThreadReadings(threading.local):

@@ -57,7 +57,7 @@ class ShardRecord:
     def to_json(self) -> dict[str, Any]:
         readers = [{**asdict(reader), "files": [list(file) for file in reader.files]} for reader in self.readers]
         steps = {} if self.pipeline is None else {"pipeline": [asdict(step) for step in self.pipeline]}
-        return {"skipped": self.skipped.to_json(), "readers": readers} | steps
+        return {"skipped": list(self.skipped), "readers": readers} | steps
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:

@@ -82,7 +82,7 @@ def test_of_many_files_some_are_measured_in_a_thread() -> None:
     assert extent.total == pytest.approx(1_005_000, rel=0.01)
     assert 0 < inputs.asked <= 50
     extent.measure()
-    assert not extent.is_measuring, "once"
+    assert not extent.measuring.is_alive(), "once"
 
 
 def source(done: Reached, handed_over: int, is_at_end: bool = False) -> Any:

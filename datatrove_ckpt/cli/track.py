@@ -32,14 +32,14 @@ from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.redaction import Redactor
 
 _SENDING_SECONDS = 60.0  # between two sendings
-_KEEP_SECONDS = 60.0  # that a run's reader waits for the next rank
 _LAST_SECONDS = 5.0  # that it may need after the end of who started it
 
 
 def track(arguments: argparse.Namespace) -> int:
     """Sends all, as long as there is something to come. Returns the exit code."""
     with place_of(arguments, wanted_files) as place:
-        job, said = job_of(place), ""
+        job = job_of(place)
+        said = ""
         tracker = _tracker(place, job)
         try:
             lock = files.Lock(place.folder / TRACKING_LOCK)
@@ -50,10 +50,13 @@ def track(arguments: argparse.Namespace) -> int:
                 "all that this command would."
             ) from None
         try:
-            while (problem := tracker.work()) or not tracker.is_over:
+            while True:
+                problem = tracker.work()
                 if problem != said:
                     write_out(f"{place.said(Redactor()(problem)) or 'up to date again'}\n")
                 said = problem
+                if tracker.is_over:
+                    break
                 time.sleep(_SENDING_SECONDS)
                 with suppress(StorageFailed):  # a network that comes back
                     place.refresh()
@@ -76,34 +79,30 @@ def _tracker(place: Place, job: TrackedJob) -> Tracker:
 
 
 def _track_of_run(root: Path) -> None:
-    """Does what the process that has started this one wishes. Ends with it, or if another process sends already."""
-    wishes, answers = FileIO(0), FileIO(os.dup(1), "w")
+    """Sends for the process that has started this one. Ends with it, or if another process sends already."""
+    requests = FileIO(0)
+    answers = FileIO(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     os.nice(10)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    job = TrackedJob(**orjson.loads(wishes.readline()))
+    job = TrackedJob(**orjson.loads(requests.readline()))
     with suppress(CheckpointLocked):
         files.Lock(root / TRACKING_LOCK)  # until this process ends
         with suppress(StorageFailed):  # only the same command by hand needs it
             files.disk.replace(root / TRACKING, orjson.dumps(asdict(job)))
-        _answer(_tracker(Place(str(root), root, [str(root)]), job), wishes, answers)
-        os._exit(0)  # whatever threads libraries have
-
-
-def _answer(tracker: Tracker, wishes: FileIO, answers: FileIO) -> None:
-    redact, number, wish, at_work = Redactor(), 0, b"", time.monotonic()
-    while True:  # at once, so that imports and the making of the run hold up nothing at the end
-        problem = " ".join(redact(tracker.work()).split())[:500]
-        number = int(wish or number)
-        answers.write(f"{number} {problem}\n".encode("utf-8", "backslashreplace"))
-        if not tracker.is_over:
-            at_work = time.monotonic()
-        elif time.monotonic() - at_work >= _KEEP_SECONDS:
-            return
-        wish = b""
-        if select.select([wishes], [], [], _SENDING_SECONDS)[0] and not (wish := wishes.readline()):
-            tracker.work()  # a rank of another process may have ended meanwhile
-            return
+        tracker = _tracker(Place(str(root), root, [str(root)]), job)
+        tracker.work()  # before the first request: imports must not hold up the end of a rank
+        while True:
+            request = b""
+            if select.select([requests], [], [], _SENDING_SECONDS)[0]:
+                request = requests.readline()
+                if not request:  # the end of a rank of another process may not be sent yet
+                    tracker.work()
+                    break
+            problem = " ".join(Redactor()(tracker.work()).split())[:500]
+            if request:
+                answers.write(f"{int(request)} {problem}\n".encode("utf-8", "backslashreplace"))
+    os._exit(0)  # whatever threads libraries have
 
 
 def _end_with(parent: int) -> None:

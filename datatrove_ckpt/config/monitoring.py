@@ -95,15 +95,15 @@ class MonitoringConfig:
         Raises:
             ConfigError: a variable in the path of MLflow's folder is not set here.
         """
-        name, uri = self.name_of_run(checkpoints, str(run["output_folder"])), self.mlflow_uri
+        name = self.name_of_run(checkpoints, str(run["output_folder"]))
+        uri = self.mlflow_uri
         if uri is not None and ":" not in uri and uri != "databricks":
             uri = expand_path("monitoring.mlflow_uri", uri).as_uri()
-        tasks = run["tasks"]
-        assert isinstance(tasks, int)
         return TrackedJob(
-            job=xxhash.xxh3_128_hexdigest(orjson.dumps([name, run["output_folder"], run["output_filename"], tasks])),
+            job=xxhash.xxh3_128_hexdigest(
+                orjson.dumps([name, run["output_folder"], run["output_filename"], run["tasks"]])
+            ),
             run_name=name,
-            ranks=tasks,
             mlflow_uri=uri,
             mlflow_experiment=self.mlflow_experiment,
             wandb_project=self.wandb_project,
@@ -127,14 +127,12 @@ class TrackedJob:
     Attributes:
         job: id of the job: the same in all attempts, on all nodes.
         run_name: for people.
-        ranks: of the job.
         mlflow_uri, mlflow_experiment, wandb_project: see ``MonitoringConfig``.
         parameters: the settings of the run.
     """
 
     job: str
     run_name: str
-    ranks: int
     mlflow_uri: str | None = None
     mlflow_experiment: str = "datatrove-ckpt"
     wandb_project: str | None = None

@@ -1,14 +1,14 @@
 """``datatrove-ckpt track``: sends the state of a run, as ``status`` reads it, to MLflow and to Weights & Biases.
 
-What they draw are points in time. A point that could not be sent is sent later, with its own time.
+What they draw are points in time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,14 +24,15 @@ from datatrove_ckpt.maintenance.run_state import RunState, Totals
 from datatrove_ckpt.maintenance.where import Place, runner_arguments
 
 _JOB_TAG = "datatrove_ckpt.job"
+_AT_TAG = "datatrove_ckpt.at"  # of the newest point that is there
 _MAX_VALUE = 500  # characters, of a parameter: the shortest limit of MLflow's stores
 _AT = "at"  # a metric of W&B: Unix seconds of the point
 
 
 class Point(NamedTuple):
-    """``at``: Unix seconds. ``values``: by the metric's name."""
+    """``at``: Unix milliseconds, as MLflow has them. ``values``: by the metric's name."""
 
-    at: float
+    at: int
     values: dict[str, float]
 
 
@@ -80,10 +81,10 @@ class TrackedRun(Protocol):
     """A job's run at MLflow, or at Weights & Biases, which is running. Each call may take long, or raise anything.
 
     Attributes:
-        sent_until: Unix seconds of the last point that is there; 0 if none is.
+        sent_until: ``at`` of the last point that is there; 0 if none is.
     """
 
-    sent_until: float
+    sent_until: int
 
     def send(self, point: Point) -> None: ...
     def end(self, status: str) -> None:
@@ -119,8 +120,7 @@ class MlflowRun:
         self._id = run.info.run_id
         self._started = run.info.start_time / 1000
         self._client.update_run(self._id, "RUNNING")
-        newest = (one.timestamp for one in run.data._metric_objs if one.key.startswith("documents"))
-        self.sent_until = max(newest, default=0) / 1000
+        self.sent_until = int(run.data.tags.get(_AT_TAG, 0))
         self._set_parameters(run.data.params)
 
     def _find(self, first_at: float) -> Any | None:
@@ -130,7 +130,8 @@ class MlflowRun:
         return next((one for one in found if one not in over), None)
 
     def _make(self, first_at: float) -> Any:
-        tags, start = {_JOB_TAG: self._job.job}, int(first_at * 1000) or None
+        tags = {_JOB_TAG: self._job.job}
+        start = int(first_at * 1000)
         return self._client.create_run(self._experiment, start_time=start, tags=tags, run_name=self._job.run_name)
 
     def _set_parameters(self, before: dict[str, str]) -> None:
@@ -143,15 +144,14 @@ class MlflowRun:
             self._client.log_batch(self._id, params=new[start : start + 100])
 
     def send(self, point: Point) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
-        moment = round(point.at * 1000), max(0, int(point.at - self._started))  # a step is a second of the job
-        found = [Metric(name, value, *moment) for name, value in point.values.items()]
-        for start in range(0, len(found), 1000):
-            self._client.log_batch(self._id, metrics=found[start : start + 1000])
+        step = max(0, int(point.at / 1000 - self._started))  # a second of the job
+        metrics = [Metric(name, value, point.at, step) for name, value in point.values.items()]
+        self._client.log_batch(self._id, metrics=metrics, tags=[RunTag(_AT_TAG, str(point.at))])
 
     def end(self, status: str) -> None:
-        self._client.set_terminated(self._id, status, int(self.sent_until * 1000) or None)
+        self._client.set_terminated(self._id, status, self.sent_until or None)
 
 
 class WandbRun:
@@ -174,12 +174,12 @@ class WandbRun:
         finally:
             os.umask(before)
         self._run.summary["status"] = "RUNNING"
-        self.sent_until = float(self._run.summary.get(_AT) or 0.0)
+        self.sent_until = round(1000 * (self._run.summary.get(_AT) or 0))
         self._run.define_metric(_AT, hidden=True)
         self._run.define_metric("*", step_metric=_AT)
 
     def send(self, point: Point) -> None:
-        self._run.log(point.values | {_AT: point.at})
+        self._run.log(point.values | {_AT: point.at / 1000})
 
     def end(self, status: str) -> None:
         """W&B's own state is that of the process."""
@@ -187,72 +187,67 @@ class WandbRun:
         self._run.finish(exit_code=int(status != "FINISHED"))
 
 
-@dataclass
 class Tracker:
-    """Sends the points of one run.
+    """Sends the numbers of one run. They are sums, so a point that a service misses is no loss to the next one.
+
+    Args:
+        place: where the run is read.
+        make_runs: each finds or makes a run, when there is something to send; it gets the Unix seconds of the first
+            attempt, may take long, or raise anything.
 
     Attributes:
-        place: where the run is read.
-        make_runs: each finds or makes a run, when there is something to send; it is given the Unix seconds of the
-            first attempt, may take long, or raise anything.
         is_over: no rank is at work, and all is sent.
     """
 
-    place: Place
-    make_runs: list[Callable[[float], TrackedRun]]
-    is_over: bool = False
-    _waiting: list[Point] = field(default_factory=list)
-    _newest: float | None = None
-    _last_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._runs: list[TrackedRun | None] = [None] * len(self.make_runs)
+    def __init__(self, place: Place, make_runs: Sequence[Callable[[float], TrackedRun]]) -> None:
+        self.is_over = False
+        self._newest: float | None = None
+        self._point = Point(0, {})
+        self._place = place
+        self._make_runs = make_runs
+        self._runs: dict[int, TrackedRun] = {}
 
     def work(self) -> str:
-        """Reads the run, and sends what is new. What cannot be sent waits for the next call.
+        """Reads the run, and sends a point.
 
         Returns:
             Why something could not be sent; "" if everything was.
         """
         try:
-            state = read_run_state(self.place)
+            state = read_run_state(self._place)
         except ConfigError:  # no rank has begun
             return ""
         except CkptError as error:
             return str(error)
         status = status_of(state)
-        at = state.read_at
-        if status != "RUNNING" and state.newest is not None:  # whoever reads it later makes the same point
-            at = max(state.newest, self._last_at + 0.001)
-        if state.newest != self._newest or status == "RUNNING":
+        if status == "RUNNING" or state.newest != self._newest:
+            at = state.read_at
+            if status != "RUNNING" and state.newest is not None:  # whoever reads it later makes the same point
+                at = state.newest
+            self._point = Point(max(round(1000 * at), self._point.at + 1), values_of(state.totals))
             self._newest = state.newest
-            self._last_at = at
-            self._waiting.append(Point(at, values_of(state.totals)))
-        if not self._waiting:
+        elif self.is_over:
             return ""
         first_at = state.totals.started or state.read_at
-        problems = [self._send_to(index, first_at, status) for index in range(len(self.make_runs))]
-        if not any(problems):
-            self._waiting.clear()
-            self.is_over = status != "RUNNING"
-        return "; ".join(filter(None, problems))
+        problems = []
+        for index, make in enumerate(self._make_runs):
+            try:
+                self._send(index, partial(make, first_at), status)
+            except Exception as error:  # of a library, of its server, of the network
+                problems.append(f"{type(error).__name__}: {error}")
+        self.is_over = status != "RUNNING" and not problems
+        return "; ".join(problems)
 
-    def _send_to(self, index: int, first_at: float, status: str) -> str:
-        """What went wrong; "" if nothing did."""
-        try:
-            run = self._runs[index]
-            if run is None:
-                run = self._runs[index] = self.make_runs[index](first_at)
-            for point in self._waiting:
-                if point.at > run.sent_until:
-                    run.send(point)
-                    run.sent_until = point.at
-            if status != "RUNNING":
-                run.end(status)
-                self._runs[index] = None  # the next attempt of the job finds it again
-        except Exception as error:  # of a library, of its server, of the network
-            return f"{type(error).__name__}: {error}"
-        return ""
+    def _send(self, index: int, make: Callable[[], TrackedRun], status: str) -> None:
+        if index not in self._runs:
+            self._runs[index] = make()
+        run = self._runs[index]
+        if self._point.at > run.sent_until:
+            run.send(self._point)
+            run.sent_until = self._point.at
+        if status != "RUNNING":
+            run.end(status)
+            del self._runs[index]  # the next attempt of the job finds it again
 
 
 def job_of(place: Place) -> TrackedJob:

@@ -235,9 +235,9 @@ def no_tracking_left() -> Iterator[None]:
         yield
     finally:
         for one in exporter._jobs.values():
-            if (reader := one._reader) is not None:  # its thread may set it to None meanwhile
-                reader.kill()
-                reader.wait()
+            if (sender := one.sender) is not None:  # its thread may set it to None meanwhile
+                with sender:
+                    sender.kill()
         exporter._jobs.clear()
 
 
@@ -334,7 +334,7 @@ def test_a_library_that_fails_is_said_once_without_secrets(
 def job(tmp_path: Path) -> Tracking:
     """As each process of one has it."""
     (tmp_path / "checkpoints").mkdir(exist_ok=True)
-    return Tracking(tmp_path / "checkpoints", TrackedJob("id", "run", 2, wandb_project="texts"))
+    return Tracking(tmp_path / "checkpoints", TrackedJob("id", "run", wandb_project="texts"))
 
 
 def sender(folder: Path, but: int | None = None) -> int:
@@ -356,12 +356,17 @@ def test_one_process_of_a_job_sends_and_another_one_follows(
     first.join()
     before = sender(tmp_path)
     second.join()
-    assert second._reader is None
+    assert second.sender is None
     os.kill(before, signal.SIGKILL)
     after = sender(tmp_path, but=before)
     assert "its process has ended with code -9" in log[0]
     first._ranks = second._ranks = 0
     os.kill(after, signal.SIGKILL)
+    for one in (first, second):
+        with one._lock:
+            if one.sender is not None:
+                with one.sender:
+                    pass
 
 
 WORKER = """

@@ -107,14 +107,14 @@ def test_a_setting_stays_as_it_was_at_first_and_a_job_that_started_over_is_anoth
 
     def job(temperature: str) -> TrackedJob:
         uri = (tmp_path / "runs").as_uri()
-        return TrackedJob("id", "books", 1, mlflow_uri=uri, parameters={"temperature": temperature})
+        return TrackedJob("id", "books", mlflow_uri=uri, parameters={"temperature": temperature})
 
     first = MlflowRun(job("0"), 1000.0)
-    first.send(Point(1060.0, {"documents": 1.0}))
+    first.send(Point(1_060_000, {"documents": 1.0}))
     second = MlflowRun(job("0.5"), 1000.0)
-    assert second.sent_until == 1060
-    second.send(Point(1120.0, {"documents": 2.0}))
-    second.sent_until = 1120
+    assert second.sent_until == 1_060_000
+    second.send(Point(1_120_000, {"documents": 2.0}))
+    second.sent_until = 1_120_000
     second.end("FINISHED")
     _, (run,) = runs_of(tmp_path / "runs", monkeypatch, "datatrove-ckpt")
     assert run.data.params["temperature"] == "0"

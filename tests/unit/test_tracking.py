@@ -1,4 +1,4 @@
-"""The state of a run becomes points, and points go to whoever keeps runs: what failed is sent later."""
+"""The state of a run becomes points, and points go to whoever keeps runs: no point is sent twice."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ T = 1_800_000_000.0
 class Run:
     """Keeps what it gets; as long as ``broken``, it raises."""
 
-    def __init__(self, sent_until: float = 0.0) -> None:
-        self.sent_until = sent_until
+    def __init__(self) -> None:
+        self.sent_until = 0
         self.points: list[Point] = []
         self.broken = False
         self.ends: list[str] = []
@@ -52,7 +52,7 @@ def test_a_point_has_the_sums_of_all_ranks_as_status_has_them(tmp_path: Path, no
     now.append(T + 301)
     assert make(tmp_path, run).work() == ""
     (point,) = run.points
-    assert point.at == T + 301
+    assert point.at == 1000 * (T + 301)
     expected = {
         "documents": 100,
         "requests": 200,
@@ -66,21 +66,28 @@ def test_a_point_has_the_sums_of_all_ranks_as_status_has_them(tmp_path: Path, no
     assert run.ends == []
 
 
-def test_what_could_not_be_sent_is_sent_later_and_once(tmp_path: Path, now: list[float]) -> None:
+def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_path: Path, now: list[float]) -> None:
     first, second = Run(), Run()
     tracked = make(tmp_path, first, second)
     write_rank(tmp_path, 0, [start(T), *minutes(T, 5, 10)])
     first.broken = True
     now.append(T + 301)
     assert tracked.work() == "ConnectionError: no network"
-    assert [point.at for point in second.points] == [T + 301], "one that is away does not hold up the other"
-    now.append(T + 361)
-    assert tracked.work()
+    assert [point.at for point in second.points] == [1000 * (T + 301)]
     first.broken = False
     now.append(T + 362)
     assert tracked.work() == ""
-    assert [point.at for point in first.points] == [T + 301, T + 361, T + 362]
-    assert first.points == second.points
+    assert [point.at for point in first.points] == [1000 * (T + 362)]
+    assert first.points == second.points[1:]
+
+
+def test_no_point_is_sent_twice(tmp_path: Path, now: list[float]) -> None:
+    """MLflow keeps milliseconds, so a point of a finer time would seem to be newer than itself."""
+    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10.3371)], chunks=1, finished=True)
+    run = Run()
+    for _ in range(2):
+        assert make(tmp_path, run).work() == ""
+    assert [point.at for point in run.points] == [1000 * T + 10_337]
 
 
 @pytest.mark.parametrize(
@@ -122,4 +129,4 @@ def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float
     assert tracked.work() == "OSError: no route"
     assert tracked.work() == "", "although nothing is new"
     assert attempts == [T, T]
-    assert [point.at for point in run.points] == [T + 10], "whenever it is read"
+    assert [point.at for point in run.points] == [1000 * (T + 10)], "whenever it is read"

@@ -7,6 +7,7 @@ or sent is logged once, and tried again.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -51,13 +52,17 @@ def check_monitoring(config: MonitoringConfig) -> None:
     Raises:
         ConfigError: what is missing, and what to do.
     """
-    if config.wants_metrics and (missing := missing_package("prometheus_client")) is not None:
-        raise ConfigError(f"monitoring: metrics_port and metrics_file: {missing}")
     if config.metrics_file is not None:
         expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0"))
-    for setting, package in {"mlflow_uri": "mlflow", "wandb_project": "wandb"}.items():
-        if getattr(config, setting) is not None and (missing := missing_package(package)) is not None:
-            raise ConfigError(f"monitoring.{setting}: {missing}")
+    needed = {
+        "monitoring: metrics_port and metrics_file": ("prometheus_client", config.wants_metrics),
+        "monitoring.mlflow_uri": ("mlflow", config.mlflow_uri is not None),
+        "monitoring.wandb_project": ("wandb", config.wandb_project is not None),
+    }
+    for setting, (package, is_needed) in needed.items():
+        missing = missing_package(package)
+        if is_needed and missing is not None:
+            raise ConfigError(f"{setting}: {missing}")
 
 
 def open_exports(
@@ -74,14 +79,14 @@ def open_exports(
 
 
 def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
-    config, stack = runner.monitoring, exports.stack
+    config = runner.monitoring
+    stack = exports.stack
     output = runner.output_writer.output_folder.resolve_paths("")
     root = None if runner.checkpoints_local_dir is None else runner.checkpoints_root
     # What is last here ends first: tracking may take some seconds. The documents of a retry are in the run already.
     if config.wants_tracking and root is not None and not runner.retry_dead_letters:
-        settings = shown(
-            "", {"config": runner.models if len(runner.models) > 1 else runner.config, "monitoring": config}
-        )
+        models = runner.models if len(runner.models) > 1 else runner.config
+        settings = shown("", {"config": models, "monitoring": config})
         job = tracking(root, config.tracked_job(root, runner.identity(world_size).kept, settings))
         job.join()
         stack.callback(lambda: job.leave(exports.seconds))
@@ -89,11 +94,14 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
         return
     from datatrove_ckpt.generation.export import prometheus
 
-    run = f"{config.name_of_run(root, output)}{' (retry)' if runner.retry_dead_letters else ''}"
+    run = config.name_of_run(root, output)
+    if runner.retry_dead_letters:
+        run = f"{run} (retry)"
     metrics = partial(exports.metrics, run, rank, time.time(), world_size)
-    first = config.metrics_port
-    if first is not None and (port := prometheus.metrics_port(config.metrics_host, first)) is not None:
-        stack.enter_context(port.shows(metrics))
+    if config.metrics_port is not None:
+        port = prometheus.metrics_port(config.metrics_host, config.metrics_port)
+        if port is not None:
+            stack.enter_context(port.shows(metrics))
     if config.metrics_file is not None:
         stack.enter_context(prometheus.metrics_file(config.metrics_file, rank, metrics))
 
@@ -112,48 +120,58 @@ class Exports:
         """The rank's metrics now. In any thread."""
         from datatrove_ckpt.generation.export.prometheus import RankNow
 
-        progress, host, job = self.history.progress(), socket.gethostname(), job_id() or ""
+        progress = self.history.progress()
         self.checkpoint.fill_in(progress)
         if self._end:
             progress.in_flight = progress.waiting = progress.in_work = 0
-        now, spread = time.time(), self.history.spread()
-        state = "running" if self.history.clients else "starting"
-        if self._end or self.shutdown.is_requested:
-            state = self._end or "stopping"
-        return RankNow(run, rank, host, job, started_at, ranks, state, now, progress, spread)
+            state = self._end
+        elif self.shutdown.is_requested:
+            state = "stopping"
+        elif self.history.clients:
+            state = "running"
+        else:
+            state = "starting"
+        spread = self.history.spread()
+        host = socket.gethostname()
+        return RankNow(run, rank, host, job_id() or "", started_at, ranks, state, time.time(), progress, spread)
 
     def seconds(self) -> float:
         """How long the end of the rank may wait for others. A signal shortens it."""
         if self.shutdown.is_fast:
             return 0.0
-        return _DONE_SECONDS if self._end == "done" and not self.shutdown.is_requested else _STOPPED_SECONDS
+        if self._end == "done" and not self.shutdown.is_requested:
+            return _DONE_SECONDS
+        return _STOPPED_SECONDS
 
     @contextmanager
     def ending(self, completed: bool) -> Iterator[None]:
         """Inside the block the attempt ends, and its history says so. Then others are told, which may take seconds."""
-        end = "failed"  # if the block raises
+        self._end = ""
         try:
             yield
-            end = "done" if completed else "stopped" if self.shutdown.is_requested else "failed"
+            if completed:
+                self._end = "done"
+            elif self.shutdown.is_requested:
+                self._end = "stopped"
         finally:
-            self._end = end
+            self._end = self._end or "failed"
             try:
                 self.stack.close()
             except Exception as error:
                 logger.warning(f"monitoring: could not be ended: {error_text(error)}.")
 
 
-# A rank's side of tracking: keeps ``datatrove-ckpt track`` at work, and gives it up when it does not answer.
+# A rank's side of tracking: keeps ``datatrove-ckpt track`` at work, and stops waiting for it when it does not answer.
 #
 # It is a process of its own, because libraries that talk to a network may hang, crash, print, start threads and change
 # signal handlers. Nothing of that may reach a rank.
 #
-# It reads all ranks in a folder of checkpoints, so one is enough: it holds ``tracking.lock`` in that
-# folder. The other processes with ranks look again and again whether the lock is free. So no reader works before the
-# last one has ended, and none outlives the process that has started it by more than some seconds.
+# It reads all ranks in a folder of checkpoints, so one process is enough: it holds ``tracking.lock`` in that folder.
+# The other processes with ranks look every half a minute whether the lock is free. No tracking process outlives the
+# process that has started it by more than some seconds.
 #
-#     its standard input     the job, as JSON in a line. Then a number in a line for each flush that all is sent now
-#     its standard output    after each look at the run, the last number, and what could not be sent
+#     its standard input     the job, as JSON in a line. Then a number in a line for each request to send all now
+#     its standard output    the number, once that is done, and what could not be sent
 
 
 _LOOK_SECONDS = 30.0  # between two looks at the lock
@@ -161,24 +179,29 @@ _FAILED_SECONDS = 2.0  # that the end of a rank waits where the last attempt to 
 
 
 class Tracking:
-    """One job's, in one process: all ranks that the process works through share it."""
+    """Tracks one job for all ranks that this process works through.
+
+    Attributes:
+        sender: the process that sends; None: another process has it, or it has ended.
+    """
 
     def __init__(self, root: Path, job: TrackedJob) -> None:
-        self._root, self._job = root, job
+        self.sender: subprocess.Popen[bytes] | None = None
+        self._root = root
+        self._job = job
         names = {"MLflow": job.mlflow_uri, "Weights & Biases": job.wandb_project}
         self._where = " and ".join(name for name, setting in names.items() if setting is not None)
-        self._changed = threading.Condition()
-        self._reader: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._ranks = self._flushes = self._answered = 0
+        self._ranks = 0
+        self._requests = 0
         self._failed = False
 
     def join(self) -> None:
         """A rank starts."""
-        with self._changed:
+        with self._lock:
             self._ranks += 1
-            self._ensure_reader()
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._keep, name="datatrove-ckpt tracking", daemon=True)
                 self._thread.start()
 
@@ -188,88 +211,85 @@ class Tracking:
         Args:
             seconds: may become less while this waits.
         """
-        with self._changed:
-            if seconds() > 0 and (reader := self._ensure_reader()) is not None:
-                self._send_all(reader, seconds)
+        with self._lock:
             self._ranks -= 1
+            if seconds() > 0:
+                sender = self._running_sender()
+                if sender is not None:
+                    self._send_all(sender, seconds)
 
-    def _send_all(self, reader: subprocess.Popen[bytes], seconds: Callable[[], float]) -> None:
-        started = time.monotonic()
-        most = _FAILED_SECONDS if self._failed else float("inf")
-        self._flushes += 1
-        flush = self._flushes
-        self._write(reader, b"%d" % flush)
-        while self._answered < flush and self._reader is reader:
-            if (waited := time.monotonic() - started) >= min(most, seconds()):
-                self._tell(
-                    f"monitoring: {self._where} has not confirmed the end of this attempt within {waited:.0f} s. "
-                    "Nobody waits longer. What is missing there is sent later, also by the next attempt of the job."
-                )
-                return
-            self._changed.wait(0.1)  # a signal handler, which may shorten the time, can notify nobody
+    def _keep(self) -> None:
+        """Runs in the thread: starts a sender whenever no process has one, as long as there are ranks."""
+        while self._ranks:
+            with self._lock:
+                self._running_sender()
+            time.sleep(_LOOK_SECONDS)
 
-    def _ensure_reader(self) -> subprocess.Popen[bytes] | None:
-        """Starts it, if no process has one. None: another process has. With ``_changed`` held."""
-        if self._reader is None and files.lock_holder(self._root / TRACKING_LOCK) is None:
+    def _running_sender(self) -> subprocess.Popen[bytes] | None:
+        """Starts the sender if no process has one. None: another process has it."""
+        if self.sender is not None and self.sender.poll() is not None:
+            self._has_ended(self.sender)
+        if self.sender is None and files.lock_holder(self._root / TRACKING_LOCK) is None:
             command = [sys.executable, "-P", "-m", "datatrove_ckpt.cli.track", str(self._root)]
             pipe = subprocess.PIPE
             try:  # in a session of its own: Ctrl-C is not for it
-                self._reader = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+                self.sender = subprocess.Popen(
+                    command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
                 )
-                self._write(self._reader, orjson.dumps(asdict(self._job)))
+                self._write(self.sender, orjson.dumps(asdict(self._job)))
             except OSError as error:
                 self._could_not_send(str(error))
-            self._changed.notify_all()
-        return self._reader
+        return self.sender
 
-    def _write(self, reader: subprocess.Popen[bytes], line: bytes) -> None:
-        assert reader.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended
-            reader.stdin.write(line + b"\n")
-            reader.stdin.flush()
-
-    def _keep(self) -> None:
-        """In the thread: hears the reader until it ends, and then starts another one, as long as there are ranks."""
-        while True:
-            with self._changed:
-                if not self._ranks:
-                    self._thread = None
+    def _send_all(self, sender: subprocess.Popen[bytes], seconds: Callable[[], float]) -> None:
+        assert sender.stdout is not None
+        started = time.monotonic()
+        most = _FAILED_SECONDS if self._failed else float("inf")
+        self._requests += 1
+        self._write(sender, b"%d" % self._requests)
+        answered = 0
+        while answered < self._requests:
+            if select.select([sender.stdout], [], [], 0.1)[0]:  # a signal may shorten the time meanwhile
+                line = sender.stdout.readline().decode("utf-8", "replace")
+                if not line:
+                    self._has_ended(sender)
                     return
-                if (reader := self._ensure_reader()) is None:
-                    self._changed.wait(_LOOK_SECONDS)
-                    continue
-            self._read_replies(reader)
+                number, _, problem = line.rstrip().partition(" ")
+                answered = int(number)
+            elif time.monotonic() - started >= min(most, seconds()):
+                self._warn(
+                    f"monitoring: {self._where} has not confirmed the end of this attempt within "
+                    f"{time.monotonic() - started:.0f} s. What is missing there is sent later, also by the next "
+                    "attempt of the job."
+                )
+                return
+        if problem:
+            self._could_not_send(problem)
+        elif self._failed:
+            logger.info(f"monitoring: {self._where} is up to date again.")
+            self._failed = False
 
-    def _read_replies(self, reader: subprocess.Popen[bytes]) -> None:
-        assert reader.stdout is not None
-        with suppress(OSError, ValueError), reader:  # it may die while it is written to, or print something else
-            for line in reader.stdout:
-                number, _, problem = line.decode("utf-8", "replace").rstrip().partition(" ")
-                with self._changed:
-                    self._answered = int(number)
-                    if problem:
-                        self._could_not_send(problem)
-                    elif self._failed:
-                        logger.info(f"monitoring: {self._where} is up to date again.")
-                        self._failed = False
-                    self._changed.notify_all()
-        with self._changed:
-            self._reader = None
-            self._changed.notify_all()
-            if self._ranks:
-                if reader.returncode:
-                    self._could_not_send(f"its process has ended with code {reader.returncode}")
-                self._changed.wait(_LOOK_SECONDS)
+    def _has_ended(self, sender: subprocess.Popen[bytes]) -> None:
+        with sender:  # waits for it, and closes its pipes
+            self.sender = None
+        if sender.returncode:  # else another process has taken the lock at the same time
+            self._could_not_send(f"its process has ended with code {sender.returncode}")
+
+    def _write(self, sender: subprocess.Popen[bytes], line: bytes) -> None:
+        assert sender.stdin is not None
+        rest = memoryview(line + b"\n")
+        with suppress(OSError):  # it has ended
+            while rest:
+                rest = rest[sender.stdin.write(rest) :]
 
     def _could_not_send(self, why: str) -> None:
-        self._tell(
+        self._warn(
             f"monitoring: what this run does could not be sent to {self._where}: {why.rstrip('.')}. The run goes on. "
             "What is missing there is sent later, also by the next attempt of the job."
         )
 
-    def _tell(self, problem: str) -> None:
-        """Once for each outage: the run must not end for it."""
+    def _warn(self, problem: str) -> None:
+        """Warns once for each outage: the run must not end for it."""
         if not self._failed:
             logger.warning(problem)
         self._failed = True

@@ -66,10 +66,6 @@ _METRICS = {
     "rank_tokens": Metric("gauge", "Tokens of the documents that all attempts of the rank have finished.", ("type",)),
     "rank_chunks": Metric("gauge", "Chunks that all attempts of the rank have committed."),
     "input_done_ratio": Metric("gauge", "Part of the rank's input that is done, from 0 to 1; missing if not known."),
-    "input_done_bytes": Metric("gauge", "Bytes of the input that are done; missing if not known."),
-    "input_size_bytes": Metric("gauge", "Bytes of the whole input of the rank; missing if not known."),
-    "input_done_rows": Metric("gauge", "Rows of the input that are done; missing if not known."),
-    "input_size_rows": Metric("gauge", "Rows of the whole input of the rank; missing if not known."),
     "documents_total": Metric("counter", "Documents that this attempt has finished."),
     "documents_in_progress": Metric("gauge", "Documents that rollouts work on now."),
     "requests_total": Metric("counter", "Requests of this attempt that ended at a server.", ("outcome",)),
@@ -128,8 +124,9 @@ class RankNow:
     spread: Spread
 
     def values(self) -> dict[str, Values]:
-        """By the names in ``METRICS``. Those of an input whose position is not known are left out."""
-        total, own, position = self.progress, self.progress.own, self.progress.position
+        """By the names in ``METRICS``."""
+        total = self.progress
+        own = total.own
         found: dict[str, Values] = {
             "rank_info": {(__version__, self.host, self.job): 1},
             "rank_state": {(state,): int(state == self.state) for state in STATES},
@@ -141,9 +138,7 @@ class RankNow:
             "rank_requests": total.documents.requests,
             "rank_tokens": _tokens(total.documents),
             "rank_chunks": total.chunks,
-            "input_done_ratio": position.share,
-            f"input_done_{position.unit}": position.done,
-            f"input_size_{position.unit}": position.total,
+            "input_done_ratio": total.position.share,
             "documents_total": own.documents,
             "documents_in_progress": total.in_work,
             "requests_total": {("answered",): own.requests, ("failed",): own.failed},

@@ -298,9 +298,11 @@ class Requests:
         else:
             is_cut_off = result.finish_reason == "length"
             is_empty = _is_empty(result.text, result.finish_reason)
-        self.cut_off += is_cut_off
+        if is_cut_off:
+            self.cut_off += 1
         if way in _GENERATING:
-            self.empty += is_empty
+            if is_empty:
+                self.empty += 1
         elif way.is_shared and result.answer is not None:
             self.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
@@ -334,7 +336,9 @@ class Requests:
             if not isinstance(error, RequestFailed):
                 raise RolloutServerError(error) from error
             raise _failed(error, payload) from error
-        rank.observer.answered(completion)
+        usage = completion.usage
+        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        rank.observer.answers.append((completion.seconds, *tokens))
         self._check_size(completion, sent, way)
         fields, response_id, name = _fields(completion, sent), completion.response_id, completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})

@@ -10,21 +10,21 @@ writes the line: see ``checkpoint/history_records.py``. The numbers of all attem
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import get_args
+from typing import cast
 
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import history_records
 from datatrove_ckpt.checkpoint.history_records import (
-    Buckets,
     End,
     InputPosition,
     Record,
@@ -40,7 +40,6 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
 from datatrove_ckpt.process.screen import READING, WAITING, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -49,7 +48,6 @@ from datatrove_ckpt.redaction import redact
 MINUTE_SECONDS = 60.0
 _FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well
 _SPREAD_EVERY = 10
-_RECENT = 4096
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 _SHOWN_ID = 200  # characters of a document's id
@@ -133,7 +131,9 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did. Documents, failed requests and answers from the cache are counted by who knows.
+        own: what this attempt did. The scheduler counts documents, and requests count those that fail, and those that
+            the cache answers. Answers of servers are summed up once a second.
+        answers: seconds, prompt and completion tokens of those that are not summed up yet.
         position: how much of the input is done.
     """
 
@@ -143,16 +143,15 @@ class RankReporter:
         self._rank = rank
         self._checkpoint = checkpoint
         self._shutdown = shutdown
-        self._interval = min(interval, _REPORT_SECONDS), interval
+        self._interval = interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
         self._models: dict[str, ModelObserver] = {}
         self._newest = Newest()
         self._source: DocumentSource | None = None
-        self._has_said_why_unknown = False
-        self._spread = Buckets(), Buckets(), Buckets()
-        self._recent: list[tuple[int, int, int]] = []
-        self._lock = threading.Lock()  # of these two: metrics are read in other threads
+        self.answers: deque[tuple[float, int, int]] = deque()
+        self._spread = Spread()
+        self._lock = threading.Lock()  # of whoever sums up the answers: metrics are read in other threads
         checkpoint.last_records = self.last_records
 
     # what happens ------------------------------------------------------------------------------------------------
@@ -174,29 +173,27 @@ class RankReporter:
         """Of the model that has given no answer for the longest time."""
         return max((found for model in self._models.values() for found in model.silences()), default=Silence())
 
-    def answered(self, completion: Completion) -> None:
-        """A server gave an answer."""
-        usage = completion.usage
-        prompt, tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        self.own.requests += 1
-        self.own.prompt_tokens += prompt
-        self.own.completion_tokens += tokens
+    def _sum_up(self) -> None:
+        """Counts the new answers. Many at once, because most values occur often: so each answer costs little."""
         with self._lock:
-            self._recent.append((int(completion.seconds * 1000), prompt, tokens))
-            if len(self._recent) >= _RECENT:
-                self._sort_recent()
-
-    def _sort_recent(self) -> None:
-        """Under the lock. Many at once, because most values occur often: so each answer costs little."""
-        recent, self._recent = self._recent, []
-        for buckets, values in zip(self._spread, zip(*recent, strict=True), strict=False):
-            for value, times in Counter(values).items():
-                buckets.count(value, times)
+            milliseconds = Counter[int]()
+            prompt = Counter[int]()
+            completion = Counter[int]()
+            for _ in range(len(self.answers)):
+                seconds, prompt_tokens, completion_tokens = self.answers.popleft()
+                milliseconds[int(seconds * 1000)] += 1
+                prompt[prompt_tokens] += 1
+                completion[completion_tokens] += 1
+            self.own.requests += milliseconds.total()
+            self.own.prompt_tokens += self._spread.prompt_tokens.count_all(prompt)
+            self.own.completion_tokens += self._spread.completion_tokens.count_all(completion)
+            self._spread.milliseconds.count_all(milliseconds)
 
     def reading(self, source: DocumentSource) -> None:
         """The documents come from there: from now on it is known how much of the input is done."""
-        point, self._source = self._checkpoint.resumed, source
-        self.position = lambda: input_position(source, point.next_ordinal, self._before + self.own.documents)
+        self._source = source
+        first = self._checkpoint.resumed.next_ordinal
+        self.position = lambda: input_position(source, first, self._before + self.own.documents)
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         """Something happened to a server: see ``ServerEvent``."""
@@ -204,14 +201,15 @@ class RankReporter:
             # All ranks that share the server are told, and their numbers are added: so only the first one counts it.
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
-        for known in get_args(ServerWhat):
-            if what == known:
-                self._checkpoint.note(ServerEvent(what=known, name=name, url=url and redact(url), why=redact(why)))
+        event = ServerEvent(what=cast("ServerWhat", what), name=name, url=url and redact(url), why=redact(why))
+        self._checkpoint.note(event)
 
     @property
     def skipped(self) -> SkippedLines:
         """Lines and rows of the input that were no documents, as far as it was read, in all attempts."""
-        return SkippedLines() if self._source is None else self._source.skipped
+        if self._source is None:
+            return SkippedLines()
+        return self._source.skipped
 
     # the screen --------------------------------------------------------------------------------------------------
 
@@ -220,8 +218,9 @@ class RankReporter:
         await asyncio.gather(self._keep(), self._show())
 
     async def _show(self) -> None:
-        (every, interval), was_silent = self._interval, False
-        async with _screen(interval) as report:
+        every = min(self._interval, _REPORT_SECONDS)
+        was_silent = False
+        with _screen(self._interval) as report:
             try:
                 while True:
                     self._look()
@@ -234,6 +233,7 @@ class RankReporter:
                 report(self._rank, self.now())
 
     def _look(self) -> None:
+        self._sum_up()
         self._newest.look(self.own.documents + self.own.requests + self.own.failed)
         for model in self._models.values():
             if model.client is not None:
@@ -241,14 +241,13 @@ class RankReporter:
 
     def now(self) -> RankProgress:
         """Where the rank stands."""
+        self._sum_up()
         position = self.position()
         return RankProgress(
             self._attempt,
             self._before + self.own.documents,
-            self.own.documents,
-            self.own.requests + self.own.failed,
-            self.own.completion_tokens,
-            position.done,
+            (self.own.documents, self.own.requests + self.own.failed, self.own.completion_tokens),
+            position.share,
             position.total,
             position.unit,
             *self._state(),
@@ -266,9 +265,11 @@ class RankReporter:
         for name, model in self._models.items():
             quiet = model.newest.seconds
             if quiet >= _SILENCE_SECONDS and model.is_waiting:
-                return f"no answer from {name}" if name else "no answer", quiet, False
-            if model.client is None and (model.early or not self.clients):
-                return f"{WAITING} of {name}" if self.clients else WAITING, 0.0, False
+                return f"no answer from {name}".removesuffix(" from "), quiet, False
+            if model.client is None and model.early and self.clients:
+                return f"{WAITING} of {name}", 0.0, False
+            if not self.clients:
+                return WAITING, 0.0, False
         return "", 0.0, False
 
     # the history -------------------------------------------------------------------------------------------------
@@ -278,24 +279,22 @@ class RankReporter:
         first = min(_FIRST_SECONDS, MINUTE_SECONDS)
         for number in count():
             await asyncio.sleep(MINUTE_SECONDS if number else first)
-            self._say_why_unknown()
-            spread = [self.spread()] if number and number % _SPREAD_EVERY == 0 else []
-            self._checkpoint.note(self.progress(), *spread)
-
-    def _say_why_unknown(self) -> None:
-        if self._source is not None and self._source.lacks_size and not self._has_said_why_unknown:
-            self._has_said_why_unknown = True
-            logger.info(
-                "Progress is shown without percent and time left: the documents have no position in the input, or it "
-                "does not say how large it is. A single JsonlReader, ParquetReader, IpcReader or "
-                "HuggingFaceDatasetReader of datatrove_ckpt.readers knows both; it takes the same arguments."
-            )
+            self._checkpoint.note(self.progress())
+            if number and number % _SPREAD_EVERY == 0:
+                self._checkpoint.note(self.spread())
 
     def progress(self) -> history_records.Progress:
         """Where the attempt stands. The checkpoint fills in the rest."""
-        own = replace(self.own, errors=dict(self.own.errors))
-        found = history_records.Progress(own=own, position=self.position())
-        found.in_flight, found.waiting = _add_attempts(own, self.clients)
+        self._sum_up()
+        errors = Counter[str]()
+        found = history_records.Progress(own=replace(self.own, errors=errors), position=self.position())
+        for client in self.clients:
+            found.own.sent += client.stats.requests
+            found.own.retries += client.stats.retries
+            found.own.resent += client.stats.resent
+            errors.update(client.stats.errors)
+            found.in_flight += client.stats.in_flight
+            found.waiting += client.waiting
         found.waiting += sum(model.early for model in self._models.values())
         found.wait = self._wait()
         found.silence = self.silence()
@@ -303,19 +302,20 @@ class RankReporter:
         return found
 
     def _wait(self) -> Wait:
+        quiet = round(self._newest.seconds, 1)
         all_started = self._source is not None and self._source.is_at_end
-        attempts = [attempt for client in self.clients if (attempt := client.oldest) is not None]
+        attempts = filter(None, [client.oldest for client in self.clients])
         oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
-        seconds = 0.0 if oldest is None else round(time.monotonic() - oldest.started_at, 1)
-        document = "" if oldest is None else redact(oldest.request.document[:_SHOWN_ID])
-        return Wait(round(self._newest.seconds, 1), seconds, document, all_started)
+        if oldest is None:
+            return Wait(quiet, all_started=all_started)
+        seconds = round(time.monotonic() - oldest.started_at, 1)
+        return Wait(quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started)
 
     def spread(self) -> Spread:
         """The histograms now: a copy, because other threads read it later."""
+        self._sum_up()
         with self._lock:
-            self._sort_recent()
-            milliseconds, prompt, completion = map(Buckets, self._spread)
-        return Spread(milliseconds=milliseconds, prompt_tokens=prompt, completion_tokens=completion)
+            return copy.deepcopy(self._spread)
 
     def last_records(self, completed: bool) -> Sequence[Record]:
         """The end of the attempt. Called where it ends, in whichever thread, before its error is handled."""
@@ -329,20 +329,8 @@ class RankReporter:
         return End(why="error", what=_described(sys.exception()))
 
 
-def _add_attempts(work: WorkCounts, clients: Sequence[CompletionClient]) -> tuple[int, int]:
-    """Sets what the clients count of attempts. Returns how many requests are in flight, and how many wait."""
-    found = [client.stats for client in clients]
-    work.sent, work.retries = sum(stats.requests for stats in found), sum(stats.retries for stats in found)
-    work.resent = sum(stats.resent for stats in found)
-    for stats in found:
-        for kind, times in stats.errors.items():
-            work.errors[kind] = work.errors.get(kind, 0) + times
-    waiting = sum(client.waiting for client in clients)
-    return sum(stats.in_flight for stats in found), waiting
-
-
-@asynccontextmanager
-async def _screen(interval: float) -> AsyncIterator[Report]:
+@contextmanager
+def _screen(interval: float) -> Iterator[Report]:
     """Where a rank reports: the screen of its command, with lines in the task's log file, or a screen of its own."""
     shown = reporter()
     if shown is None:
@@ -363,7 +351,9 @@ def _described(error: BaseException | None) -> str:
     if error is None:
         return ""
     name = type(error).__name__
-    return redact(f"{name}: {error}") if isinstance(error, CkptError) else name
+    if isinstance(error, CkptError):
+        return redact(f"{name}: {error}")
+    return name
 
 
 # input progress -------------------------------------------------------------------------------------------------------
@@ -389,8 +379,10 @@ def input_position(source: DocumentSource, first: int, finished: int) -> InputPo
     if reached.unit is None:
         return InputPosition()
     known = first + source.handed_over
-    done, total = reached.done, reached.total
-    if source.is_at_end and total is not None:
-        done = total  # lines after the last document are none
-    done = round(done * finished / known) if known else 0
-    return InputPosition(done if total is None else min(done, total), total, reached.unit)
+    done = reached.done
+    if source.is_at_end and reached.total is not None:
+        done = reached.total  # lines after the last document are none
+    done = round(done * finished / max(known, 1))
+    if reached.total is not None:
+        done = min(done, reached.total)
+    return InputPosition(done, reached.total, reached.unit)

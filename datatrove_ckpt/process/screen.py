@@ -35,47 +35,34 @@ _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
 _LONGEST_LEFT = 1e9  # a longer time left is chance
 _SAMPLE_SECONDS = 1.0
-_LEAST_CELLS, _MOST_CELLS = 8, 40
+_LEAST_CELLS = 8
+_MOST_CELLS = 40
 
 
 class RankProgress(NamedTuple):
     """Where one rank stands.
 
-    ``attempt``: another one for each start of a step's rank. ``documents``: finished, in all attempts. ``finished``,
-    ``requests``, ``tokens``: in this attempt: documents, requests that ended, completion tokens. ``done``, ``total``:
-    of the input, in ``unit``, which is "bytes" or "rows"; ``total`` is None if it is not known. ``state``: what it does
+    ``attempt``: another one for each start of a step's rank. ``documents``: finished, in all attempts. ``work``: in
+    this attempt: documents, requests that ended, completion tokens. ``share``: how much of the input is done, from 0 to
+    1; None if that is not known. ``size``: of the input, in ``unit``, "bytes" or "rows". ``state``: what the rank does
     if it does no usual work, such as "waiting for the server", and ``seconds`` for how long, if that matters.
     ``is_outage``: requests fail, and none is answered.
     """
 
     attempt: int
     documents: int
-    finished: int = 0
-    requests: int = 0
-    tokens: int = 0
-    done: int = 0
-    total: int | None = None
+    work: tuple[int, int, int] = (0, 0, 0)
+    share: float | None = None
+    size: int | None = None
     unit: str | None = None
     state: str = ""
     seconds: float = 0.0
     is_outage: bool = False
 
     @property
-    def work(self) -> list[int]:
-        """In this attempt: documents, requests, tokens."""
-        return [self.finished, self.requests, self.tokens]
-
-    @property
     def has_begun(self) -> bool:
         """It has read something, or finished documents without a word on where it stands."""
-        return self.unit is not None or self.finished > 0
-
-    @property
-    def share(self) -> float | None:
-        """Of the input, from 0 to 1; None if it is not known."""
-        if self.total is None or self.unit is None:
-            return None
-        return min(1.0, self.done / self.total) if self.total else 1.0
+        return self.unit is not None or self.work[0] > 0
 
 
 class Rates(NamedTuple):
@@ -127,7 +114,7 @@ class RunProgress:
         """A rank has reported."""
         last = self._last.get(rank)
         self._last[rank] = progress
-        before = [0, 0, 0]
+        before = (0, 0, 0)
         if last is not None and last.attempt == progress.attempt:
             before = last.work
         else:
@@ -136,8 +123,12 @@ class RunProgress:
         self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
         if any(grown):
             self._newest_at = self._clock()
-        if (share := progress.share) is not None:
-            self._gain(rank, share, 0.0 if progress.documents == progress.finished else share)
+        share = progress.share
+        if share is not None:
+            before_share = share
+            if progress.documents == progress.work[0]:
+                before_share = 0.0
+            self._gain(rank, share, before_share)
             if self._begun.get(rank, (0.0, share))[1] == share:  # its server starts: that is no pace
                 self._begun[rank] = self._clock(), share
 
@@ -184,14 +175,16 @@ class RunProgress:
         A rank that has not begun is taken to be as large as the average of the others.
         """
         begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
-        shares = [1.0 if rank in self._done else one.share for rank, one in begun.items()]
-        if not shares:
-            return self._complete / self.ranks if self._complete else None
-        sizes = [one.total or 0 for one in begun.values()]
+        if not begun:
+            return self._complete / self.ranks or None
+        sizes = [one.size or 0 for one in begun.values()]
         if not all(sizes) or len({one.unit for one in begun.values()}) > 1:  # taken for equal
             sizes = [1] * len(sizes)
         done = 0.0
-        for share, size in zip(shares, sizes, strict=True):
+        for rank, size in zip(begun, sizes, strict=True):
+            share = begun[rank].share
+            if rank in self._done:
+                share = 1.0
             if share is None:
                 return None
             done += share * size
@@ -219,7 +212,8 @@ class RunProgress:
         None if it is not known, in an outage, and once nothing has been answered for longer than that.
         """
         share = self.share
-        first, now = self._since(self._clock() - _TIME_LEFT_SECONDS), self._clock()
+        now = self._clock()
+        first = self._since(now - _TIME_LEFT_SECONDS)
         if share is None or self._outages or self._gained <= first.share or now <= first.at:
             return None
         rate = (self._gained - first.share) / (now - first.at) / self.ranks
@@ -228,7 +222,9 @@ class RunProgress:
             moved = (self._last[rank].share or 0.0) - before
             if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:  # the first answers are no pace
                 left = max(left, (1.0 - before - moved) * (now - at) / moved)
-        return left if now - self._newest_at <= left < _LONGEST_LEFT else None
+        if now - self._newest_at <= left < _LONGEST_LEFT:
+            return left
+        return None
 
     def _since(self, at: float) -> _Sample:
         """The first sample at this time or later; the last one if there is none."""
@@ -257,46 +253,59 @@ class RunProgress:
         newest = min(at_work, key=lambda progress: progress.seconds)
         if newest.state in (WAITING, READING) and self.rates.documents:  # short tasks that have just begun
             return ""
-        return f"{newest.state} for {duration(newest.seconds)}" if newest.seconds else newest.state
+        if not newest.seconds:
+            return newest.state
+        return f"{newest.state} for {duration(newest.seconds)}"
+
+    @property
+    def head(self) -> str:
+        """How much of the input is done; "" if that is not known."""
+        share = self.share
+        if share is None:
+            return ""
+        if self.is_estimated:
+            return f"~{percent(share)}"
+        return percent(share)
+
+    def parts(self) -> list[tuple[int, str]]:
+        """What there is to say besides, each with how soon a narrow terminal leaves it out."""
+        rates = self.rates
+        left = self.seconds_left
+        parts = [(0, plural(self.documents, "doc"))]
+        if self.ranks > 1:
+            parts.append((2, f"{self.complete_ranks}/{self.ranks} tasks"))
+        parts.append((1, f"{rates.documents:.1f} doc/s"))
+        parts.append((4, f"{rates.requests:.1f} req/s"))
+        parts.append((3, f"{rates.tokens:.0f} tok/s"))
+        if left is not None:
+            parts.append((1, f"{duration(left)} left"))
+        if self.state:
+            parts.append((0, self.state))
+        return parts
 
     def line(self) -> str:
         """The text of a line in the log."""
-        share, left, rates = self.share, self.seconds_left, self.rates
-        parts = [] if share is None else [f"{'about ' * self.is_estimated}{percent(share)} of the input"]
-        parts.append(f"{plural(self.documents, 'document')} done, {self.work[0]} of them in this run")
-        if self.ranks > 1:  # the log of a task may have this line, too
-            parts[0] = f"All {self.ranks} tasks, {self.complete_ranks} of them complete: {parts[0]}"
-        parts.append(plural(self.work[1], "request"))
-        parts.append(f"{rates.documents:.1f} doc/s, {rates.requests:.1f} req/s, {rates.tokens:.0f} tok/s")
-        parts += [] if left is None else [f"{duration(left)} left"]
-        parts += [self.state] if self.state else []
-        return ", ".join(parts)
+        texts = [text for _, text in self.parts()]
+        if self.head:
+            texts.insert(0, f"{self.head} of the input")
+        return ", ".join(texts)
 
 
 def bar(progress: RunProgress, columns: int) -> str:
     """The text of the bar, shorter than ``columns``. What matters least is left out first."""
-    share, left, rates = progress.share, progress.seconds_left, progress.rates
-    left_text = "" if left is None else f"{duration(left)} left"
-    tasks = f"{progress.complete_ranks}/{progress.ranks} tasks" if progress.ranks > 1 else ""
-    parts = [  # with how soon each is left out
-        (0, f"{progress.documents} doc{'s' * (progress.documents != 1)}"),
-        (2, tasks),
-        (1, f"{rates.documents:.1f} doc/s"),
-        (4, f"{rates.requests:.1f} req/s"),
-        (3, f"{rates.tokens:.0f} tok/s"),
-        (1, left_text),
-        (0, progress.state),
-    ]
-    head = "" if share is None else f"{'~' * progress.is_estimated}{percent(share)}"
+    parts = progress.parts()
+    head = progress.head
+    share = progress.share
     for least in (5, 4, 3, 2, 1):
-        tail = ", ".join(text for weight, text in parts if text and weight < least)
+        tail = ", ".join(text for weight, text in parts if weight < least)
         room = columns - 1 - len(head) - len(tail) - len(" || ")
         if room >= _LEAST_CELLS or (share is None and room >= 0):
             break
-    if share is None:
-        return tail[: columns - 1]
-    cells = f"|{filled_cells(share, min(room, _MOST_CELLS))}| " if room >= _LEAST_CELLS else ""
-    return f"{head} {cells}{tail}"[: columns - 1]
+    if share is not None and room >= _LEAST_CELLS:
+        tail = f"|{filled_cells(share, min(room, _MOST_CELLS))}| {tail}"
+    if head:
+        tail = f"{head} {tail}"
+    return tail[: columns - 1]
 
 
 # the last line of a terminal ------------------------------------------------------------------------------------------
@@ -357,7 +366,8 @@ class BarTerminal:
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self.remove()
-            self._is_open, self._bar = False, ""
+            self._is_open = False
+            self._bar = ""
         for name, above in self._replaced.items():
             above.flush()
             if getattr(sys, name) is above:
@@ -380,10 +390,13 @@ class BarTerminal:
     def print(self, text: str) -> None:
         """Prints text above the bar."""
         with self._lock:
-            before = _CLEAR if (self._bar or self._text is None) and not self._is_partial else ""
+            shown = text
+            if (self._bar or self._text is None) and not self._is_partial:
+                shown = f"{_CLEAR}{shown}"
             self._is_partial = not text.endswith("\n")
-            after = f"{self._bar}\r" if self._bar and not self._is_partial else ""
-            _write_all(self._fd, f"{before}{text}{after}")
+            if self._bar and not self._is_partial:
+                shown = f"{shown}{self._bar}\r"
+            _write_all(self._fd, shown)
 
     def _put(self, text: str) -> None:
         with suppress(OSError):  # the terminal is gone: no reason to fail
@@ -397,7 +410,8 @@ class BarTerminal:
     def forget(self) -> None:
         """In a fork: the bar is its parent's, whose threads may hold the lock."""
         self._lock = threading.RLock()
-        self._text, self._bar = None, ""
+        self._text = None
+        self._bar = ""
 
 
 class Above:
@@ -426,8 +440,9 @@ class Above:
             self.write(line)
 
     def flush(self) -> None:
-        if pending := self._pending:
-            self._pending = ""
+        pending = self._pending
+        self._pending = ""
+        if pending:
             self._terminal.print(pending)
         self.stream.flush()
 
@@ -524,7 +539,8 @@ class Screen:
 
     def __enter__(self) -> Self:
         global _report
-        self._outer, _report = _report, self.update
+        self._outer = _report
+        _report = self.update
         if has_terminal() and multiprocess.parent_process() is None:
             self._terminal = BarTerminal(lambda columns: bar(self.progress, columns)).__enter__()
             self._terminal.draw()
@@ -553,7 +569,8 @@ class Screen:
     def tick(self) -> None:
         """Draws the bar, or logs a line, if it is time for that. To be called about every ``TICK_SECONDS``."""
         self.progress.sample()
-        if (now := self.clock()) < self._next:
+        now = self.clock()
+        if now < self._next:
             return
         if self._terminal is None:
             self._next = now + self.interval
@@ -576,7 +593,8 @@ def reporting_to(report: Report, below: bool) -> Iterator[None]:
         below: the process there draws a bar on the terminal of this one.
     """
     global _report
-    before, _report = _report, report
+    before = _report
+    _report = report
     try:
         with BarTerminal() if below and has_terminal() else nullcontext():
             yield

@@ -1,4 +1,4 @@
-"""Which request of a rank waits for the longest time, as ``status`` and the metrics ask in any thread."""
+"""What ``status`` and the metrics ask of a rank in any thread: its oldest request, and its sums."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from datatrove_ckpt.generation.progress import Newest, RankReporter
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
+from datatrove_ckpt.process.shutdown import Shutdown
 
 
 @pytest.fixture
@@ -66,3 +67,27 @@ async def test_a_long_id_is_cut() -> None:
     rank: Any = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _newest=Newest())
     document = RankReporter._wait(rank).document
     assert document == "word " * 40
+
+
+def test_each_answer_is_counted_once_whoever_asks_meanwhile(eager_threads: None) -> None:
+    checkpoint: Any = SimpleNamespace(resumed=SimpleNamespace(finished=SimpleNamespace(read=0)))
+    rank = RankReporter(0, checkpoint, Shutdown(), 1.0)
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            rank.progress()
+            rank.spread()
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(20_000):
+        rank.answers.append((0.001 * (number % 7), 3, number % 2))
+    ended.set()
+    for thread in threads:
+        thread.join()
+    own = rank.progress().own
+    assert (own.requests, own.prompt_tokens, own.completion_tokens) == (20_000, 60_000, 10_000)
+    spread = rank.spread()
+    assert sum(spread.milliseconds.values()) == sum(spread.prompt_tokens.values()) == 20_000

@@ -75,7 +75,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
     def run(slot: int, task: int) -> int:
         report = reporter()
         for number in range(1000 if stop else 10):  # more than a pipe holds
-            report(task, RankProgress(slot, number + 1, number + 1))
+            report(task, RankProgress(slot, number + 1, (number + 1, 0, 0)))
         return task
 
     screen = Screen(RunProgress(3), 3600)

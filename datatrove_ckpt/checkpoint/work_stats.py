@@ -68,7 +68,6 @@ class WorkStats:
         requests: of each rollout.
         successful_rollouts, failed_rollouts: of each document.
         failed_requests: requests that were rejected or given up.
-        unsplit: documents of an earlier release of which only totals are known.
     """
 
     prompt_tokens: Sums = field(default_factory=Sums)
@@ -77,11 +76,14 @@ class WorkStats:
     successful_rollouts: Sums = field(default_factory=Sums)
     failed_rollouts: Sums = field(default_factory=Sums)
     failed_requests: int = 0
-    unsplit: int = 0
 
     def count(self, documents: Sequence[Took]) -> None:
         """Adds documents. Many at once cost a third of what they cost one by one."""
-        requests, kept, dropped, prompts, completions = [], [], [], [], []
+        requests: list[int] = []
+        kept: list[int] = []
+        dropped: list[int] = []
+        prompts: list[int] = []
+        completions: list[int] = []
         for outcome, numbers, work in documents:
             if work is not None:
                 requests += work.rollouts
@@ -106,8 +108,7 @@ class WorkStats:
         self.completion_tokens.count(completions)
 
     def count_unsplit(self, documents: int, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Adds documents of an earlier release."""
-        self.unsplit += documents
+        """Adds documents of an earlier release, of which only the totals are known, as if they were equal."""
         self.requests.count_total(documents, requests)
         self.prompt_tokens.count_total(requests, prompt_tokens)
         self.completion_tokens.count_total(requests, completion_tokens)
@@ -116,18 +117,17 @@ class WorkStats:
         for name in _SUMS:
             getattr(self, name).add(getattr(other, name))
         self.failed_requests += other.failed_requests
-        self.unsplit += other.unsplit
 
     @classmethod
     def from_json(cls, text: str) -> WorkStats:
         """Raises AttributeError, KeyError, TypeError or ValueError if it is none."""
         content = orjson.loads(text)
-        failed, unsplit = content["failed_requests"], content.get("unsplit", 0)
-        if not (is_count(failed) and is_count(unsplit)):
+        failed = content["failed_requests"]
+        if not is_count(failed):
             raise ValueError("a number is missing or negative")
         sums = {name: Sums.from_json(content[name]) for name in _SUMS}
-        return cls(**sums, failed_requests=failed, unsplit=unsplit)
+        return cls(**sums, failed_requests=failed)
 
     def to_json(self) -> str:
         content = {name: getattr(self, name).to_json() for name in _SUMS} | {"failed_requests": self.failed_requests}
-        return orjson.dumps(content | ({"unsplit": self.unsplit} if self.unsplit else {})).decode()
+        return orjson.dumps(content).decode()

@@ -10,14 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingStats
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits, sum_work
 from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD, rank_folder, retry_number
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.readers.shard import ShardRecord
 
@@ -34,18 +32,24 @@ class RankNumbers:
     """
 
     def __init__(self, rank: int, root: Path | None = None, opened: Path | None = None) -> None:
-        self.counts, self.work, self.seconds = DocumentCounts(), WorkStats(), NO_SECONDS
+        self.counts = DocumentCounts()
+        self.work = WorkStats()
+        self.seconds = NO_SECONDS
         self._opened = opened
-        self._shard = None if root is None else rank_folder(root, rank) / SHARD
-        folders = [] if root is None else [root, *sorted(root.glob(RETRIES))]
-        for parent in folders:
+        self._shard: Path | None = None
+        if root is None:
+            return
+        self._shard = rank_folder(root, rank) / SHARD
+        for parent in (root, *sorted(root.glob(RETRIES))):
             folder = rank_folder(parent, rank)
             if folder != opened and (parent == root or retry_number(parent.name) is not None):
                 self._add(folder, *sum_work(read_commits(folder / COMMITS).values()))
 
     def _add(self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds) -> None:
-        is_retry = folder is not None and retry_number(folder.parent.name) is not None
-        self.counts.add_retry(counts) if is_retry else self.counts.add(counts)
+        if folder is not None and retry_number(folder.parent.name) is not None:
+            self.counts.add_retry(counts)
+        else:
+            self.counts.add(counts)
         self.work.add(work)
         self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
 
@@ -56,9 +60,13 @@ class RankNumbers:
         """
         if checkpoint is not None:
             self._add(self._opened, checkpoint.counts, checkpoint.work, checkpoint.seconds)
-        counts, work, seconds = self.counts, self.work, self.seconds
-        record = ShardRecord.read(self._shard) if self._shard is not None else None
-        skipped = record.skipped if record is not None else SkippedLines()
+        counts = self.counts
+        work = self.work
+        seconds = self.seconds
+        skipped = SkippedLines()
+        if self._shard is not None:
+            record = ShardRecord.read(self._shard) or ShardRecord()
+            skipped = record.skipped
         found = {
             "prompt_tokens": metric(work.prompt_tokens, "request"),
             "completion_tokens": metric(work.completion_tokens, "request"),
@@ -71,19 +79,11 @@ class RankNumbers:
             "skipped_bad_requests": _ones(counts.dead, "document"),
             "skipped_damaged_lines": _ones(skipped.damaged, "line"),
             "skipped_rows_without_text": _ones(skipped.without_text, "row"),
-            "files_without_documents": _ones(skipped.files, "file"),
             "inference_time": timing(seconds.inference, "seconds"),
         }
         stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})
         if seconds.total:
             stats.time_stats = timing(seconds.total, "total")
-        if work.unsplit:
-            logger.warning(
-                f"{plural(work.unsplit, 'document')} of {counts.read} were finished by datatrove's own runner, or by "
-                "an earlier release. Of these, the stats have the totals of requests and tokens only: all their "
-                "requests count as answered, and min, max, variance, rollouts and failed requests are those of the "
-                "other documents."
-            )
 
 
 def finished_documents(stats: Iterable[Stats]) -> int:

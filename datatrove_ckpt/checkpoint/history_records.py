@@ -20,7 +20,7 @@ which they were written. The log is bounded (``history_log``): of older attempts
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
 
@@ -61,7 +61,9 @@ class InputPosition(NamedTuple):
         """From 0 to 1; None if it is not known. An empty input is done."""
         if self.unit is None or self.total is None:
             return None
-        return min(1.0, self.done / self.total) if self.total else 1.0
+        if not self.total:
+            return 1.0
+        return min(1.0, self.done / self.total)
 
     @classmethod
     def from_json(cls, values: Sequence[object]) -> Self:
@@ -88,11 +90,12 @@ class Silence(NamedTuple):
         return self.seconds >= _LASTS
 
     def __str__(self) -> str:
-        server = f"the server of {self.model}" if self.model else "the server"
-        return f"{server} is unreachable" if self.unreachable else f"{server} gives no answers"
-
-    def to_json(self) -> list[float | str]:
-        return list(self if self.model else self[:3])
+        server = "the server"
+        if self.model:
+            server = f"{server} of {self.model}"
+        if self.unreachable:
+            return f"{server} is unreachable"
+        return f"{server} gives no answers"
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
@@ -152,8 +155,7 @@ class WorkCounts:
     restarts: int = 0
     errors: dict[str, int] = field(default_factory=dict)
 
-    def plus(self, other: WorkCounts) -> WorkCounts:
-        """The sum of both."""
+    def __add__(self, other: WorkCounts) -> WorkCounts:
         names = dict.fromkeys([*self.errors, *other.errors])
         errors = {name: self.errors.get(name, 0) + other.errors.get(name, 0) for name in names}
         return WorkCounts(**{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS}, errors=errors)
@@ -218,11 +220,13 @@ class Start(_Record):
 
     @classmethod
     def read(cls, data: Json) -> Start:
-        slot, job = data.get("slot"), data.get("job")
+        slot = data.get("slot")
+        job = data.get("job")
         if not is_count(data["pid"]) or not (slot is None or is_count(slot)):
             raise ValueError("pid or slot is damaged")
-        host, job, version = _text(data["host"]), None if job is None else _text(job), _text(data.get("v", ""))
-        return cls(host=host, pid=data["pid"], job=job, slot=slot, version=version)
+        if job is not None:
+            job = _text(job)
+        return cls(host=_text(data["host"]), pid=data["pid"], job=job, slot=slot, version=_text(data.get("v", "")))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,7 +253,8 @@ class ServerEvent(_Record):
         if data["what"] not in get_args(ServerWhat):
             raise ValueError("no such event")
         url = data.get("url")
-        url = None if url is None else _text(url)
+        if url is not None:
+            url = _text(url)
         return cls(what=data["what"], name=_text(data.get("name", "")), url=url, why=_text(data.get("why", "")))
 
 
@@ -298,11 +303,11 @@ class Progress(_Record):
             "own_err": self.own.errors,
             "q": (self.in_flight, self.waiting, self.in_work),
             "w": list(self.wait),
-            "out": self.silence.to_json(),
+            "out": list(self.silence),
             "pos": list(self.position),
         }
         if self.skipped:
-            found["skip"] = self.skipped.to_json()
+            found["skip"] = list(self.skipped)
         return found
 
     @classmethod
@@ -337,13 +342,23 @@ class Buckets(dict[int, int]):
 
     def count(self, value: float, times: int = 1) -> None:
         """Adds a value."""
-        bucket = int(math.log2(value) * 4) + 1 if value >= 1 else 0
+        bucket = 0
+        if value >= 1:
+            bucket = int(math.log2(value) * 4) + 1
         self[bucket] = self.get(bucket, 0) + times
+
+    def count_all(self, values: Mapping[int, int]) -> int:
+        """Adds values, each as often as it says. Returns their sum."""
+        for value, times in values.items():
+            self.count(value, times)
+        return sum(value * times for value, times in values.items())
 
     @staticmethod
     def lower(bucket: int) -> float:
         """The smallest value of a bucket."""
-        return 2.0 ** ((bucket - 1) / 4) if bucket > 0 else 0.0
+        if bucket <= 0:
+            return 0.0
+        return float(2.0 ** ((bucket - 1) / 4))
 
     def to_json(self) -> list[list[int]]:
         return sorted([bucket, count] for bucket, count in self.items())
@@ -417,7 +432,8 @@ def parse_line(line: bytes) -> Record | None:
         record = _KINDS[data["k"]].read(data)
         if not is_seconds(data["at"]) or not is_count(data["n"]):
             return None
-        record.at, record.attempt = data["at"], data["n"]
+        record.at = data["at"]
+        record.attempt = data["n"]
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return record
@@ -433,4 +449,6 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError("a text is missing")
     text = value[:_MAX_TEXT]
-    return text if text.isprintable() else "".join(one if one.isprintable() else " " for one in text)
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else " " for character in text)

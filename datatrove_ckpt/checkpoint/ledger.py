@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_counts,
     sum_delivered,
 )
-from datatrove_ckpt.checkpoint.history_log import RecentHistory, read_recent
+from datatrove_ckpt.checkpoint.history_read import History, read_history
 from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run, settings_in
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -134,7 +134,7 @@ class RankLedger:
     holder: Json | None = None
     is_finished: bool = False
     expected: Expected | None = None
-    history: RecentHistory = field(default_factory=RecentHistory)
+    history: History = field(default_factory=History)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
     sums: CommitSums = field(default_factory=CommitSums)
@@ -199,12 +199,14 @@ class RankLedger:
             lost_in_flight=sum(attempt.in_flight for attempt in killed),
             number_of_attempts=len(attempts) or self.owners,  # an earlier release wrote no history
             killed=len(killed),
+            seconds=self.sums.seconds,
             dead_letters=self.causes,
         )
         last = self.history.last
         if last is not None:
             found.work = last.total
             found.skipped = last.skipped
+            found.seconds = max(found.seconds, last.seconds.total)
             if any(attempt.ended is None for attempt in attempts):
                 # The last minute before a kill is in no line of the history, and neither is what a running rank did
                 # since its last line. But a request of a document that is done was sent, unless it was cached.
@@ -384,7 +386,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
         refuse_missing_run_json(rank.folder)
     rank.expected = expected = Expected.read(rank.folder, is_finished, rank.run)
     if Want.HISTORY in want and HISTORY in found.entries:
-        rank.history = read_recent(found.path(HISTORY))
+        rank.history = read_history(found.path(HISTORY))
     ordinals: dict[int, dict[int, str]] = {}
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, want, limits, ordinals)
@@ -546,11 +548,14 @@ def _cause(kind: str, error: str) -> str:
     return text if len(text) <= _MAX_CAUSE else f"{text[:_MAX_CAUSE]}..."
 
 
-def few(causes: Counter[str]) -> Counter[str]:
-    """The most frequent causes; the others in one."""
-    kept = Counter(dict(causes.most_common(_MAX_CAUSES)))
-    if others := causes.total() - kept.total():
-        kept[OTHERS] += others
+def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
+    """Returns the most frequent causes in their order, and the sum of the others last."""
+    known = Counter(causes)
+    others = known.pop(OTHERS, 0)
+    kept = Counter(dict(known.most_common(most)))
+    others += known.total() - kept.total()
+    if others:
+        kept[OTHERS] = others
     return kept
 
 

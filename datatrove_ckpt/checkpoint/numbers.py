@@ -19,8 +19,11 @@ _ADDED = (
     "lost_in_flight",
     "number_of_attempts",
     "killed",
+    "seconds",
     "in_flight",
     "waiting",
+    "work",
+    "skipped",
 )
 
 
@@ -37,6 +40,7 @@ class RunNumbers:
             again, and their answers may have been paid for.
         number_of_attempts: all of them.
         killed: of these, those that ended without a word.
+        seconds: what the attempts took; of several ranks, their sum.
         in_flight, waiting: requests at the last line, while it runs.
         skipped: lines of the input that were no documents.
         dead_letters: by cause; no more than were read.
@@ -52,15 +56,11 @@ class RunNumbers:
     lost_in_flight: int = 0
     number_of_attempts: int = 0
     killed: int = 0
+    seconds: float = 0.0
     in_flight: int = 0
     waiting: int = 0
     skipped: SkippedLines = field(default_factory=SkippedLines)
     dead_letters: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def work_is_at_least(self) -> bool:
-        """Whether a kill has left it uncertain how much was sent."""
-        return self.killed > 0
 
     @property
     def documents(self) -> int:
@@ -76,9 +76,7 @@ class RunNumbers:
         """Adds the numbers of others."""
         self.counts.add(other.counts)
         self.unfinished.add(other.unfinished)
-        self.work = self.work.plus(other.work)
         self.dead_letters.update(other.dead_letters)
         self.exact = self.exact and other.exact
-        self.skipped += other.skipped
         for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
 import re
 import shlex
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -155,24 +153,10 @@ def _takes_overrides(arguments: argparse.Namespace) -> bool:
 # kinds of values -----------------------------------------------------------------------------------------------------
 
 
-def _number(what: str, is_right: Callable[[float], bool], text: str) -> float:
-    with suppress(ValueError):
-        if is_right(number := float(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
-
-
-_price = partial(_number, "price, such as 2.50", lambda price: 0 <= price < math.inf)
-
-
-def _prices(text: str) -> tuple[float, float]:
-    """The prices of prompt and completion tokens. One price is that of both."""
-    first, comma, second = text.partition(",")
-    return _price(first), _price(second if comma else first)
-
-
 def _count(of: str, text: str, least: int = 1) -> int:
-    return int(_number(f"number of {of}, such as 8", lambda number: number in range(least, 10**7), text))
+    if text.isdecimal() and least <= int(text) < 10**7:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of {of}, such as 8")
 
 
 def parse_time(text: str) -> float:
@@ -199,12 +183,6 @@ _WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, YAM
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
-_TOKEN_PRICE = _argument(
-    "PRICE",
-    "of a million tokens, or of prompt and completion tokens: 0.15,0.60",
-    "--price-per-million-tokens",
-    type=_prices,
-)
 
 _N = partial(_count, "documents")
 _RANK = partial(_count, "a rank", least=0)
@@ -355,12 +333,9 @@ def status() -> None:
     "show",
     _WHAT,
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
-    _argument("PRICE", "of one GPU for an hour; needs --gpus-per-rank", "--price-per-gpu-hour", type=_price),
-    _TOKEN_PRICE,
-    _argument("N", "that the servers of a rank use", "--gpus-per-rank", type=partial(_count, "GPUs")),
 )
 def report() -> None:
-    """Write one HTML page about a run: rates, ranks, chunks, interruptions, errors, cost.
+    """Write one HTML page about a run: rates, ranks, chunks, interruptions, errors.
 
     examples:
       datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html
@@ -368,7 +343,7 @@ def report() -> None:
     (WHAT)
 
     The page has its style and its drawings inside. It loads nothing, so it can be sent as it is. A run may be active
-    meanwhile. Prices are in any currency. The price of a GPU needs --gpus-per-rank.
+    meanwhile.
 
     exit codes:
       0  the page is written

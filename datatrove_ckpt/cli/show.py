@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.report.gather import Prices, gather
+from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.process.task_errors import log_disabled
 
@@ -31,34 +31,43 @@ if TYPE_CHECKING:
 
 
 _MOST = 600  # characters of a text; an answer may have twice as many
-_WIDE = 100  # columns of a terminal from which on two texts stand side by side
 
 
 def show(arguments: argparse.Namespace) -> int:
     """Prints each document as soon as it is found. Returns the exit code."""
-    shown, is_all = 0, not (arguments.dead or arguments.grep) and arguments.id is None
+    shown = 0
+    is_all = not (arguments.dead or arguments.grep) and arguments.id is None
+    most = _MOST if arguments.id is None else None
     with place_of(arguments) as place:
         found = read_dead_letters(place) if arguments.dead else read_documents(place, arguments.output)
         wanted = (arguments.grep or "").casefold()
         found = (one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold())
         found = (one for one in found if arguments.id in (None, one.id))
         for shown, one in enumerate(islice(found, arguments.n), 1):
-            say(_described(shown, one, "text", None if arguments.id is not None else _MOST))
-        if is_all and (ended := _what_else(place, shown, arguments.n)):
-            say(ended)
-    if not (shown or is_all):
-        say(f"There is no such {'dead letter' if arguments.dead else 'document in the output files, so far'}.")
-    return 0 if shown else 1
+            say(_described(shown, one, "text", most))
+        if is_all:
+            _say_what_else(place, shown, arguments.n)
+    if arguments.dead and not shown:
+        say("There is no such dead letter.")
+    elif not (shown or is_all):
+        say("There is no such document in the output files, so far.")
+    return int(not shown)
 
 
-def _what_else(place: Place, shown: int, asked: int) -> str:
-    """What there is besides the documents that were shown; "" if they are all."""
+def _say_what_else(place: Place, shown: int, asked: int) -> None:
+    """What there is besides the documents that were shown."""
     state = read_run_state(place)
-    counts, written, size = state.together.done, state.together.counts.written, state.identity.get("records_per_chunk")
+    written = state.together.counts.written
+    if written > shown > 0:
+        say(f"{shown} of {plural(written, 'document')}; --n {2 * asked} prints more.")
     if shown:
-        return f"{shown} of {plural(written, 'document')}; --n {2 * asked} prints more." * (written > shown)
-    done = f"{plural_is(counts.read, 'document')} done ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')})"
-    return f"No document is in the output files, so far: {done}. A file appears when a chunk of {size} is complete."
+        return
+    counts = state.together.done
+    say(
+        f"No document is in the output files, so far: {plural_is(counts.read, 'document')} done ({counts.dropped} "
+        f"dropped, {plural(counts.dead, 'dead letter')}). A file appears when a chunk of "
+        f"{state.identity.get('records_per_chunk')} is complete."
+    )
 
 
 def sample(executor: PipelineExecutor, number: int) -> int:
@@ -71,36 +80,42 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     with Interruption(()), quiet, tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         asked = take_sample(RunPlan(executor), number, Path(folder))
         place = Place(folder, Path(folder, "checkpoints"), [folder])
-        found = [*read_documents(place), *read_dead_letters(place)] if asked else []
-    failed = dropped = 0
+        found = []
+        if asked:
+            found = [*read_documents(place), *read_dead_letters(place)]
+    failed = 0
+    dropped = 0
     for index, (document, pairs) in enumerate(asked, 1):
-        name, text, (question, _) = str(document.id), document.text, pairs[0]
+        name = str(document.id)
+        text = document.text
         one = min((one for one in found if one.id == name), key=lambda one: one.text != text, default=None)
         if one is None:
-            dropped, question = dropped + 1, pairs[-1][0]
+            dropped += 1
+            question = pairs[-1][0]
             answers = "\n\n".join(answer for asked_for, answer in pairs if asked_for == question)
             say(_described(index, ShownDocument(name, question, answers), "question", _MOST, "dropped"))
             continue
         found = [other for other in found if other is not one]  # ids may repeat
         failed += one.is_dead
-        say(_described(index, replace(one, text=question, where=""), "question", _MOST))
-    kept = "Nothing of this is kept, and no other document was sent."
+        say(_described(index, replace(one, text=pairs[0][0], where=""), "question", _MOST))
     counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
-    say(f"{counted}{f', {dropped} of them dropped' if dropped else ''}. {kept}")
-    return 1 if failed == len(asked) else 0
+    if dropped:
+        counted = f"{counted}, {dropped} of them dropped"
+    say(f"{counted}. Nothing of this is kept, and no other document was sent.")
+    return int(failed == len(asked))
 
 
 def _described(number: int, one: ShownDocument, title: str, most: int | None, outcome: str = "answer") -> str:
-    """Both texts side by side if there is room, else one below the other."""
-    one, width = one.safe(most), shutil.get_terminal_size().columns
-    cells = (width - 5) // 2 if width >= _WIDE else width - 2
-    left = _wrapped(f"{title}: {one.text}", cells)
-    right = _wrapped(f"{'failed' if one.is_dead else outcome}: {one.answer}", cells)
-    lines = [*left, *right]
-    if width >= _WIDE:
-        lines = [f"{a:<{cells}} | {b}" for a, b in zip_longest(left, right, fillvalue="")]
-    where = f"  ({one.where})" if one.where else ""
-    return "\n".join([f"{number}. {one.id}{where}", *(f"  {line}".rstrip() for line in lines), ""])
+    """Both texts, one below the other."""
+    one = one.safe(most)
+    head = f"{number}. {one.id}"
+    if one.where:
+        head = f"{head}  ({one.where})"
+    if one.is_dead:
+        outcome = "failed"
+    width = shutil.get_terminal_size().columns - 2
+    texts = [*_wrapped(f"{title}: {one.text}", width), *_wrapped(f"{outcome}: {one.answer}", width)]
+    return "\n".join([head, *(f"  {line}".rstrip() for line in texts), ""])
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -114,16 +129,15 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page. Returns the exit code."""
-    if arguments.price_per_gpu_hour is not None and arguments.gpus_per_rank is None:
-        raise ConfigError("--price-per-gpu-hour: needs --gpus-per-rank, the GPUs that the servers of a rank use.")
-    prices = Prices(arguments.price_per_gpu_hour, arguments.price_per_million_tokens, arguments.gpus_per_rank)
     with place_of(arguments, wanted_files) as place:
-        beside = place.folder.parent if place.folder.name == "checkpoints" else Path()
+        beside = Path()
+        if place.folder.name == "checkpoints":
+            beside = place.folder.parent
         target: str = arguments.output or str(beside / "report.html")
         if Path(target).is_dir():
             raise ConfigError(f"--output: {target} is a folder. Give the name of a file, such as {target}/report.html.")
         state = read_run_state(place)
-        page = gather(state, prices)
+        page = gather(state)
     text = page.html().encode()
     if target == "-":
         write_out(text.decode(), raw=True)

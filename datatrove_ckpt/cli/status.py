@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from datatrove_ckpt.checkpoint.ledger import name_place
-from datatrove_ckpt.cli.printing import takes_unicode, write_out
+from datatrove_ckpt.cli.printing import say, takes_unicode
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.config.paths import start_command
-from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, ranges
+from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, dump, to_json
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
 from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_of, topics
 
 
@@ -28,14 +28,16 @@ def status(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
     if arguments.json:
-        write_out(dump(to_json(state)).decode() + "\n")
+        say(to_json(state).decode())
     else:
-        unicode = takes_unicode()
-        ranks = ["", *table([*state.ranks, *state.retries], state.read_at, unicode)] if arguments.all else []
-        lines = describe(state, unicode)
+        bars = takes_unicode()
+        lines = describe(state, bars)
         if sys.stdout.isatty():
             lines = wrapped(lines, shutil.get_terminal_size().columns)
-        write_out("\n".join([*lines, *ranks]) + "\n")
+        shown = list(lines)
+        if arguments.all:
+            shown += ["", *table([*state.ranks, *state.retries], state.read_at, bars)]
+        say("\n".join(shown))
     return int(state.is_damaged)
 
 
@@ -57,25 +59,18 @@ def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
 MAX_TROUBLED = 20
 """Of each kind of trouble, so many reasons are shown with their ranks; of the others, the ranks' numbers."""
 _BAR = 24
+_REST = "░"
 _LEAST_FREE = 1 << 20  # bytes
 _LABEL = 10
-_BETWEEN_SECONDS = 15.0  # from one task's end to the next one's start, with the start of its process
 
 
-def _bar(share: float, unicode: bool, width: int = _BAR) -> str:
-    """A bar of ``width`` characters."""
-    share = min(1.0, max(0.0, share))
-    if unicode:
-        return filled_cells(share, width, "░")
-    full = int(share * width)
-    return "#" * full + "-" * (width - full)
-
-
-def describe(state: RunState, unicode: bool = True) -> Iterator[str]:
-    """The sums and the exceptions. ``unicode``: the terminal takes more than ASCII."""
+def describe(state: RunState, bars: bool = True) -> Iterator[str]:
+    """The sums and the exceptions. ``bars``: the output takes their characters."""
     yield f"{state.what}: {ranks_of(state)}; {age(state)}"
     share = 1.0 if state.is_finished else state.totals.position.share
-    bar = "" if share is None else f"{_bar(share, unicode)} "
+    bar = ""
+    if bars and share is not None:
+        bar = f"{filled_cells(share, _BAR, _REST)} "
     yield f"  {bar}{progress_of(state)}"
     for topic, text in topics(state):
         yield f"  {topic:<{_LABEL}} {text}"
@@ -88,30 +83,25 @@ def describe(state: RunState, unicode: bool = True) -> Iterator[str]:
 
 def _what_next(state: RunState) -> Iterator[str]:
     """What goes on with a run of which nothing runs."""
-    failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
-    command = start_command(state.given) if state.given else "the command that started it"
     if state.is_damaged:
         yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
-    elif _has_just_finished_a_rank(state):
-        yield f"The run is between two tasks, or has just ended. To resume it if it has ended: {command}"
-    elif failed:
+        return
+    if state.is_finished:
+        return
+    command = "the command that started it"
+    if state.given:
+        command = start_command(state.given)
+    failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
+    if failed:
         yield (
-            f"Nothing runs. First correct what ended rank{'s' * (len(failed) > 1)} {ranges(failed)}, or the same error "
-            f"comes again. To resume then: {command}"
+            f"Nothing runs. First correct what ended {plural(len(failed), 'rank')} ({ranges(failed)}), or the same "
+            f"error comes again. To resume then: {command}"
         )
-    elif state.missing and not state.gone and set(state.totals.states) == {"finished"}:
+    else:
         yield (
-            "Nothing runs at the moment. Of the ranks that have not started, those of a Slurm array wait in its queue, "
-            f"and those of another node start there. If nothing is to start them: {command}"
+            "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, another node or the "
+            f"same command is about to start the next task: {command}"
         )
-    elif not state.is_finished:
-        yield f"Nothing runs, and the run is not finished. To resume: {command}"
-
-
-def _has_just_finished_a_rank(state: RunState) -> bool:
-    ranks = [rank for rank in (*state.ranks, *state.retries) if rank.last_word == state.newest]
-    seconds = state.read_at - (state.newest or 0.0)
-    return not state.is_finished and seconds < _BETWEEN_SECONDS and any(rank.state == "finished" for rank in ranks)
 
 
 def _full_disk(state: RunState) -> Iterator[str]:
@@ -149,7 +139,8 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         for group in groups[:MAX_TROUBLED]:
             reason = group[0].reason.replace("\n", "\n    ")
             yield f"  {_places(group)}: {trouble}: {reason}"
-        if others := [rank for group in groups[MAX_TROUBLED:] for rank in group]:
+        others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
+        if others:
             yield f"  {trouble}, too: {counted(len(others), 'rank')}: {ranges([rank.rank for rank in others])}"
 
 
@@ -157,8 +148,8 @@ def _places(ranks: Sequence[RankState]) -> str:
     """One rank, or those of one root with the same reason: "ranks 3, 5-9"."""
     if len(ranks) == 1:
         return name_place(ranks[0].root, ranks[0].rank)
-    root = ranks[0].root
-    return (f"{root}, " if root else "") + f"ranks {ranges([rank.rank for rank in ranks])}"
+    numbers = f"ranks {ranges([rank.rank for rank in ranks])}"
+    return f"{ranks[0].root}, {numbers}" if ranks[0].root else numbers
 
 
 # table ---------------------------------------------------------------------------------------------------------------
@@ -166,24 +157,31 @@ def _places(ranks: Sequence[RankState]) -> str:
 _TABLE_BAR = 10
 
 
-def table(ranks: Sequence[RankState], now: float, unicode: bool = True) -> Iterator[str]:
+def table(ranks: Sequence[RankState], now: float, bars: bool = True) -> Iterator[str]:
     """A header, and a line for each rank."""
     yield (
         f"{'rank':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  {'per second':>10}  "
         f"{'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:
-        yield _row(rank, now, unicode)
+        yield _row(rank, now, bars)
 
 
-def _row(rank: RankState, now: float, unicode: bool) -> str:
-    name = f"{rank.root}/{rank.rank}" if rank.root else f"{rank.rank}"
+def _row(rank: RankState, now: float, bars: bool) -> str:
+    name = f"{rank.root}/{rank.rank}".lstrip("/")
     shown = rank.trouble or rank.state
-    share = 1.0 if rank.state == "finished" else rank.position.share
-    done = "" if share is None else f"{_bar(share, unicode, _TABLE_BAR)} {percent(share):>7}"
-    rate = figure(rank.rates.documents) if rank.state == "running" and rank.rates.documents else ""
-    left = "" if rank.time_left is None else duration(rank.time_left)
-    word = "" if rank.last_word is None or rank.state == "finished" else duration(max(1.0, now - rank.last_word))
+    share = rank.share
+    done = rate = left = word = ""
+    if share is not None:
+        done = f"{percent(share):>7}"
+        if bars:
+            done = f"{filled_cells(share, _TABLE_BAR, _REST)} {done}"
+    if rank.state == "running" and rank.rates.documents:
+        rate = figure(rank.rates.documents)
+    if rank.time_left is not None:
+        left = duration(rank.time_left)
+    if rank.last_word is not None and rank.state != "finished":
+        word = duration(max(1.0, now - rank.last_word))
     notes = rank.reason.partition("\n")[0] or rank.process * (rank.state == "running")
     numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
     return f"{name:>6}  {shown:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()

@@ -6,6 +6,7 @@ with open_place("s3://bucket/mirror", wanted=wanted_files) as place:
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import socket
@@ -20,15 +21,9 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_log import (
-    RATE_SECONDS,
-    AttemptSummary,
-    Rates,
-    RecentHistory,
-    downtime,
-)
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Silence, WorkCounts
-from datatrove_ckpt.checkpoint.identity import mixed_settings, read_run, settings_in
+from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History, Rates
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
+from datatrove_ckpt.checkpoint.identity import read_run, settings_in
 from datatrove_ckpt.checkpoint.job import removed_ranks
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
@@ -52,7 +47,9 @@ _JOURNAL_BYTES = 1 << 22
 _LETTER_BYTES = 1 << 25
 _MOST_BYTES = 1 << 23
 # More ranks than this are worth a few more processes.
-_MANY, _PART, _MOST_PROCESSES = 2000, 250, 8
+_MANY = 2000
+_PART = 250
+_MOST_PROCESSES = 8
 _FIRST_SECONDS = 10.0  # the first line after the start of an attempt
 _NOT_FOR_ALL = (layout.CACHE, layout.RETRY_INPUT)
 
@@ -72,25 +69,26 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         ConfigError: there is no rank, or this user may not read one.
     """
     found = find_ranks(place.folder)
-    state = RunState(place.what, place.is_copy, time.time() if now is None else now)
-    state.given = place.given if place.config else ()
+    if now is None:
+        now = time.time()
+    state = RunState(place.what, place.is_copy, now)
+    if place.config:
+        state.given = place.given
+        state.tasks = place.tasks
     limits = Limits(*(min(_MOST_BYTES, budget // len(found)) for budget in (_JOURNAL_BYTES, _LETTER_BYTES)))
     tasks = [(*one, limits, state.read_at, _copied_at(place, *one[:2])) for one in found]
     try:
         for rank in _read_all(tasks):
             rank.reason = place.said(rank.reason)
-            (state.retries if rank.root else state.ranks).append(rank)
+            ranks = state.retries if rank.root else state.ranks
+            ranks.append(rank)
     except PermissionError as error:
         raise not_permitted(place.folder, error) from None
     run = _first_run(state.ranks)
-    state.identity = {"format": run["format"], **settings_in(run)} if run else {}
-    changes = run.get("accepted_changes", [])
-    with suppress(CheckpointError, OSError):
-        changes = changes + read_run(place.folder / layout.JOB).get("accepted_changes", [])
-    state.mixed = mixed_settings(changes)
-    state.tasks = int(state.identity.get("tasks") or 0) or (place.tasks if place.config else 0)
+    if run:
+        state.identity = {"format": run["format"], **settings_in(run)}
+        state.tasks = int(state.identity.get("tasks") or state.tasks)
     _sort_out(state, place.folder)
-    find_outages(state.ranks + state.retries)
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
@@ -109,7 +107,8 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
     state = read_run_state(place)
     running = {(rank.root, rank.rank): rank for rank in (*state.ranks, *state.retries) if rank.state == "running"}
     for rank in ranks:
-        if (found := running.get(rank.key)) is not None:
+        found = running.get(rank.key)
+        if found is not None:
             raise CheckpointLocked(
                 f"{rank.place}: {found.process} works on this rank, or was killed less than 20 minutes "
                 f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
@@ -124,7 +123,7 @@ _WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
 
 def _read_all(tasks: list[_Task]) -> list[RankState]:
     """Reads the ranks; very many of them in several processes. A fork is safe only while there is one thread."""
-    processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     if len(tasks) < _MANY or processes < 2 or threading.active_count() > 1:
         return _read_some(tasks)
     parts = [tasks[start : start + _PART] for start in range(0, len(tasks), _PART)]
@@ -158,7 +157,9 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
     if place.mirror is None:
         return None
     copied = place.mirror.ranks.get(f"{root}/{number:05d}".lstrip("/"))
-    return (copied.when if copied else None) or 0.0
+    if copied is None:
+        return 0.0
+    return copied.when or 0.0
 
 
 def _first_run(ranks: list[RankState]) -> Json:
@@ -180,7 +181,8 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
         now: the time, in Unix seconds.
         tasks: number of ranks of the run; 0: as many as there are.
     """
-    totals, per_document = Totals(), _input_per_document(ranks)
+    totals = Totals()
+    per_document = _input_per_document(ranks)
     for rank in ranks:
         if rank.state == "running" and not rank.rates.input:  # in its first seconds
             rank.rates.input = rank.rates.documents * per_document
@@ -192,7 +194,8 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     totals.dead_letters = few(totals.dead_letters)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
-    totals.started = spans[0][0] if spans else None
+    if spans:
+        totals.started = spans[0][0]
     totals.working_seconds = _covered(spans)
     totals.average = _average(totals)
     _add_input(totals, ranks)
@@ -204,7 +207,8 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
 
     Else the rate of many short tasks would be that of the few that run, which have done nothing yet.
     """
-    rates, since = Rates(), now - RATE_SECONDS
+    rates = Rates()
+    since = now - RATE_SECONDS
     running = [(rank, rank.attempt) for rank in ranks if rank.state == "running" and rank.attempt is not None]
     finished = [(rank, rank.attempt) for rank in ranks if rank.state == "finished" and rank.attempt is not None]
     finished = [(rank, attempt) for rank, attempt in finished if attempt.last_seen > since and rank.documents]
@@ -229,15 +233,21 @@ def _done(counts: DocumentCounts, done: int) -> Rates:
 
 def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
     """Start and end of each attempt. One that runs has worked until now, though its last line is older."""
-    for attempt in rank.attempts:
-        runs = rank.state == "running" and attempt is rank.attempt and not rank.is_copy
-        seen = max(attempt.last_seen, rank.last_change) if attempt is rank.attempt else attempt.last_seen
-        yield attempt.started, now if runs else attempt.ended or seen
+    for attempt in rank.attempts[:-1]:
+        yield attempt.started, attempt.ended or attempt.last_seen
+    last = rank.attempt
+    if last is None:
+        return
+    if rank.state == "running" and not rank.is_copy:
+        yield last.started, now
+    else:
+        yield last.started, last.ended or max(last.last_seen, rank.last_change)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of intervals that are sorted by their starts."""
-    covered, until = 0.0, float("-inf")
+    covered = 0.0
+    until = float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)
@@ -250,8 +260,7 @@ def _average(totals: Totals) -> Rates:
     if not seconds or (seconds < _FIRST_SECONDS and totals.killed):
         return Rates()
     average = Rates()
-    for counts in (totals.counts, totals.unfinished):
-        average.add(_done(counts, 0), 1 / seconds)
+    average.add(_done(totals.done, 0), 1 / seconds)
     return average
 
 
@@ -275,7 +284,6 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
-    totals.average.input = done / totals.working_seconds if totals.average.documents else 0.0
     totals.time_left = _time_left(totals, ranks)
 
 
@@ -289,7 +297,9 @@ def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
     left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
     left = max(left, *(rank.time_left or 0.0 for rank in ranks))
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
-    return left if left >= quiet else None
+    if left < quiet:
+        return None
+    return left
 
 
 # what a rank does -----------------------------------------------------------------------------------------------------
@@ -309,8 +319,6 @@ STUCK_SECONDS = 600.0
 ``MAX_RESTARTS`` is restarting."""
 SLOW_SHARE = 0.5
 """A rank that is slower than this share of the median is slow."""
-LOOP_ATTEMPTS = 3
-"""A rank is looping if so many attempts in a row ended, and none of them finished a document."""
 MAX_RESTARTS = 5
 """A rank is restarting if its servers were started again so often in ten minutes."""
 _MIN_PEERS = 4
@@ -329,16 +337,18 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     rank = RankState(ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None)
     rank.holder = ledger.holder
     if ledger.damage is not None:
-        rank.trouble, rank.reason = "damaged", str(ledger.damage)
+        rank.need_attention("damaged", str(ledger.damage))
         return rank
-    sums, recent, written = ledger.sums, ledger.history, ledger.written
+    recent = ledger.history
+    written = ledger.written
     rank.add(ledger.numbers())
-    rank.last_commit = sums.at if rank.is_copy else ledger.last_commit
-    rank.attempts, rank.seconds = recent.attempts, sums.seconds
-    if (last := recent.last) is not None:
-        if last.documents.read or not rank.documents:  # else more is done than that line knows
-            rank.position = _reached(last, rank)
-        rank.seconds = max(rank.seconds, last.seconds.total)
+    rank.last_commit = ledger.last_commit
+    if rank.is_copy:
+        rank.last_commit = ledger.sums.at
+    rank.attempts = recent.attempts
+    last = recent.last
+    if last is not None and (last.documents.read or not rank.documents):  # else more is done than that line knows
+        rank.position = _reached(last, rank)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
@@ -351,13 +361,14 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
 
 def _reached(last: Progress, rank: RankState) -> InputPosition:
     """The position of the last line, brought up to the documents that were counted since then."""
-    position, then = last.position, last.documents.read
+    position = last.position
+    then = last.documents.read
     if position.total is None or not rank.exact or rank.documents <= then:
         return position
     return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
 
 
-def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float, copied_at: float | None) -> None:
+def _judge(rank: RankState, recent: History, is_finished: bool, now: float, copied_at: float | None) -> None:
     """Sets state, trouble and reason, and what depends on the state."""
     attempt = rank.attempt
     # An attempt whose number the history does not have has ended before its first line.
@@ -370,16 +381,16 @@ def _judge(rank: RankState, recent: RecentHistory, is_finished: bool, now: float
         rank.state = "unfinished"
     elif attempt.ended is None:
         rank.state = "lost"
-        rank.as_of = recent.last.at if recent.last is not None else None
+        if recent.last is not None:
+            rank.as_of = recent.last.at
         attempt.without_a_word = True
         rank.killed += 1
         rank.lost_in_flight += attempt.in_flight
         age = duration(max(0.0, now - attempt.last_seen))
-        said = f"attempt {attempt.number} was killed, or its node was lost; its last line is {age} old: {rank.process}"
-        rank.trouble, rank.reason = "lost", said
+        how = f"attempt {attempt.number} was killed, or its node was lost"
+        rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
     else:
         _judge_ended(rank, attempt, now)
-    rank.downtime = downtime(rank.attempts)
 
 
 def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, uploaded: float) -> bool:
@@ -391,107 +402,91 @@ def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, upload
     return attempt.host != _HOST and now - attempt.last_seen <= SILENT_SECONDS
 
 
-def _judge_running(rank: RankState, recent: RecentHistory, now: float, uploaded: float) -> None:
+def _judge_running(rank: RankState, recent: History, now: float, uploaded: float) -> None:
     last = recent.last
     if recent.last_at is None or last is None:
         return
     quiet = now - max(recent.last_at, uploaded)
-    if quiet > (COPY_SECONDS if rank.is_copy else SILENT_SECONDS):
-        holds = ", which holds its lock" if rank.holder is not None else ""
-        rank.trouble, rank.reason = "silent", f"no word for {duration(quiet)} from {rank.process}{holds}"
+    limit = COPY_SECONDS if rank.is_copy else SILENT_SECONDS
+    if quiet > limit:
+        reason = f"no word for {duration(quiet)} from {rank.process}"
+        if rank.holder is not None:
+            reason = f"{reason}, which holds its lock"
+        rank.need_attention("silent", reason)
         return
     seconds = recent.seconds
     if seconds:
-        rank.in_flight, rank.waiting, rank.as_of = last.in_flight, last.waiting, last.at
+        rank.in_flight = last.in_flight
+        rank.waiting = last.waiting
+        rank.as_of = last.at
         rank.wait = last.wait
-        rank.rates = Rates() if last.silence.lasts else recent.rates()
+        if not last.silence.lasts:
+            rank.rates = recent.rates()
     elif rank.attempt is not None and not rank.is_copy:  # the line of its start tells nothing yet: count
-        done, before, factor = rank.done, last.documents, 1 / max(now - rank.attempt.started, 1.0)
-        for counts, sign in ((done, factor), (before, -factor)):
-            rank.rates.add(_done(counts, 0), sign)
+        factor = 1 / max(now - rank.attempt.started, 1.0)
+        rank.rates.add(_done(rank.done, 0), factor)
+        rank.rates.add(_done(last.documents, 0), -factor)
     if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
         left = max(0, rank.position.total - rank.position.done) / rank.rates.input
-        rank.time_left = left if left >= rank.wait.quiet else None
+        if left >= rank.wait.quiet:
+            rank.time_left = left
     rank.has_rate = seconds >= RATE_SECONDS - 1
     if last.silence.lasts:
-        rank.trouble, rank.outage = "stuck", last.silence._replace(seconds=last.silence.seconds + now - last.at)
+        rank.need_attention("stuck", _silenced(last))
     elif last.wait.quiet >= STUCK_SECONDS:
-        rank.trouble, rank.reason = "stuck", _stuck(recent, last, now)
-    elif loop := _barren(rank):
-        rank.trouble, rank.reason = "looping", _looping(rank, loop, now)
+        rank.need_attention("stuck", _stuck(recent, last, now))
     else:
         _judge_restarts(rank, recent, now)
 
 
-def _barren(rank: RankState) -> list[AttemptSummary]:
-    """The last attempts that ended by themselves and finished no document; none if they are few."""
-    found: list[AttemptSummary] = []
-    for attempt in reversed(rank.attempts[:-1]):
-        is_barren = attempt.documents is None or (attempt.own == 0 and attempt.documents >= rank.documents)
-        if not is_barren or attempt.why in ("done", "stopped"):
-            break
-        found.append(attempt)
-    return found if len(found) >= LOOP_ATTEMPTS else []
-
-
-def _looping(rank: RankState, loop: list[AttemptSummary], now: float) -> str:
-    assert rank.attempt is not None
-    how = f"; the last error: {loop[0].what}" if loop[0].ended is not None else ""
-    silent = sum(one.ended is None for one in loop)
-    ended = f", {silent} of them killed" if silent else ""
-    return (
-        f"the last {len(loop)} attempts ended{ended}, and no document was finished for "
-        f"{duration(now - loop[-1].started)}; attempt {rank.attempt.number} runs{how}"
-    )
-
-
-def _judge_restarts(rank: RankState, recent: RecentHistory, now: float) -> None:
+def _judge_restarts(rank: RankState, recent: History, now: float) -> None:
     lately = [event for event in recent.servers if now - event.at <= STUCK_SECONDS]
     restarts = sum(event.what == "restart" for event in lately)
     if restarts >= MAX_RESTARTS:
-        death = next((event for event in reversed(lately) if event.what == "death" and event.why), None)
-        why = f"; one died of: {death.why}" if death is not None else ""
-        span = duration(STUCK_SECONDS)
-        rank.trouble, rank.reason = "restarting", f"its servers were started again {restarts} times in {span}{why}"
+        reason = f"its servers were started again {restarts} times in {duration(STUCK_SECONDS)}"
+        deaths = [event.why for event in lately if event.what == "death" and event.why]
+        if deaths:
+            reason = f"{reason}; one died of: {deaths[-1]}"
+        rank.need_attention("restarting", reason)
 
 
-def find_outages(ranks: Sequence[RankState]) -> None:
-    """Gives the ranks that one outage has met one reason: they share a server, and lost it within a minute."""
-    met = [(rank.outage, rank) for rank in ranks if rank.outage is not None]
-    met.sort(key=lambda pair: (str(pair[0]), -pair[0].seconds))
-    first: Silence | None = None
-    for outage, rank in met:
-        if first is None or str(outage) != str(first) or first.seconds - outage.seconds > _MIN_SECONDS:
-            first = outage
-        seconds = duration(min(first.patience, first.seconds))
-        rank.reason = f"no answer for {seconds}: {first}; stops at {first.patience:g} s (server_patience_seconds)"
+def _silenced(last: Progress) -> str:
+    """To the minute, so that the ranks that one outage has met have one reason."""
+    since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
+    patience = f"{last.silence.patience:g} s (server_patience_seconds)"
+    return f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
 
 
-def _stuck(recent: RecentHistory, last: Progress, now: float) -> str:
+def _stuck(recent: History, last: Progress, now: float) -> str:
     nothing = f"no answer and no document for {duration(last.wait.quiet + now - last.at)}"
-    event = recent.servers[-1] if recent.servers else None
-    if event is not None and event.what in ("start", "restart", "death"):
-        why = f" ({event.why})" if event.why else ""
-        words = {"start": "is starting", "restart": "is starting again", "death": "died"}
-        server = f"its server {event.name}" if " " in event.name else "its server"  # of one of several models
-        since = f"{server} {words[event.what]} since {duration(now - event.at)}"
-        return f"{nothing}: {since if event.what != 'death' else f'{server} died{why}'}"
-    first = recent.window[0] if recent.window else last
-    lately = {name: count - first.own.errors.get(name, 0) for name, count in last.own.errors.items()}
-    errors = ", ".join(f"{count} {name}" for name, count in Counter(lately).most_common(3) if count > 0)
-    queue = f"{plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
-    return f"{nothing}: {queue}" + (f"; errors in the last {duration(recent.seconds)}: {errors}" if errors else "")
+    words = {"start": "is starting", "restart": "is starting again", "death": "died"}
+    event = next(reversed(recent.servers), None)
+    if event is not None and event.what in words:
+        server = "its server"
+        if " " in event.name:  # of one of several models
+            server = f"{server} {event.name}"
+        text = f"{nothing}: {server} {words[event.what]}"
+        if event.what != "death":
+            return f"{text} since {duration(now - event.at)}"
+        return f"{text} ({event.why})" if event.why else text
+    text = f"{nothing}: {plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
+    if recent.window is not None:
+        lately = Counter(last.own.errors)
+        lately.subtract(recent.window[0].own.errors)
+        errors = ", ".join(f"{count} {name}" for name, count in lately.most_common(3) if count > 0)
+        if errors:
+            text = f"{text}; errors in the last {duration(recent.seconds)}: {errors}"
+    return text
 
 
 def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
     ago = f"{duration(now - (attempt.ended or now))} ago"
     if attempt.why == "error":
         rank.state = "failed"
-        rank.trouble, rank.reason = "failed", f"{ago} on {attempt.host}: {attempt.what}"
+        rank.need_attention("failed", f"{ago} on {attempt.host}: {attempt.what}")
     elif attempt.why == "stopped":
         rank.state = "interrupted"
-        what = f" by {attempt.what}" if attempt.what else ""
-        rank.trouble, rank.reason = "interrupted", f"stopped{what} {ago}; what it did is saved"
+        rank.need_attention("interrupted", f"{attempt.how_it_ended} {ago}; what it did is saved")
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown
 
@@ -506,17 +501,17 @@ def find_slow(ranks: Sequence[RankState]) -> None:
     running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
     running = [rank for rank in running if not rank.wait.all_started]
     measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
-    finished = [speed for rank in measured if (speed := _speed(rank.work, rank.seconds))[1]]
-    peers = [speed for rank in running if (speed := _speed(rank.rates))[1]] + finished
+    finished = [_speed(rank.work, rank.seconds) for rank in measured]
+    speeds = finished + [_speed(rank.rates) for rank in running]
+    peers = [(documents, tokens) for documents, tokens in speeds if tokens]
     if len(peers) < _MIN_PEERS:
         return
     documents, tokens = (statistics.median(numbers) for numbers in zip(*peers, strict=True))
     for rank in running:
         own = _speed(rank.rates)
         if own[0] < SLOW_SHARE * documents and own[1] < SLOW_SHARE * tokens:
-            among = f" ({len(finished)} of them finished)" if finished else ""
-            said = f"{own[0]:.3g} documents/s; the median of {len(peers)} ranks{among} is {documents:.3g}"
-            rank.trouble, rank.reason = "slow", said
+            median = f"the median of {len(peers)} ranks is {documents:.3g}"
+            rank.need_attention("slow", f"{own[0]:.3g} documents/s; {median}")
 
 
 def find_left(ranks: Sequence[RankState]) -> None:
@@ -525,7 +520,7 @@ def find_left(ranks: Sequence[RankState]) -> None:
         return
     for rank in ranks:
         if rank.state == "unfinished" and rank.trouble is None:
-            rank.trouble, rank.reason = "unfinished", "nothing runs, and it is not finished; what it did is saved"
+            rank.need_attention("unfinished", "nothing runs, and it is not finished; what it did is saved")
 
 
 def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:

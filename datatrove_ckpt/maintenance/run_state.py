@@ -10,23 +10,22 @@ Times are Unix seconds, durations seconds, rates per second. None means: not kno
 from __future__ import annotations
 
 import copy
-import datetime
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import orjson
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_delivered
-from datatrove_ckpt.checkpoint.history_log import AttemptSummary, Rates
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Silence, Wait, WorkCounts
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.history_read import AttemptSummary, Rates
+from datatrove_ckpt.checkpoint.history_records import InputPosition, Silence, Wait
 from datatrove_ckpt.checkpoint.numbers import RunNumbers
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
-State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinished", "damaged"]
-"""What a rank does now.
+State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
+"""What a rank does now, in the order in which people want to know it.
 
     running       a process works on it
     finished      every document of its input is committed
@@ -37,22 +36,20 @@ State = Literal["running", "finished", "interrupted", "failed", "lost", "unfinis
     damaged       a file of its checkpoint cannot be used
 """
 
-Trouble = Literal[
-    "damaged", "failed", "lost", "silent", "stuck", "looping", "restarting", "slow", "interrupted", "unfinished"
-]
+Trouble = Literal["damaged", "failed", "lost", "silent", "stuck", "restarting", "slow", "interrupted", "unfinished"]
 """Why a rank needs attention, the most urgent first. ``silent`` to ``slow`` are ranks that run.
 
     silent        its process is there, and has written no line of its history for minutes
     stuck         it writes lines, and no document or answer has come for minutes; or requests fail, and for half a
                   minute none was answered
-    looping       its attempts end again and again, and no document is finished
     restarting    its servers are started again and again
     slow          it is far behind the median of the ranks that run and those that are finished
     unfinished    it is not finished, and no rank of the run goes on
 """
 
 
-_LEAST_DOCUMENTS, _LEAST_SECONDS = 10, 10.0
+_LEAST_DOCUMENTS = 10
+_LEAST_SECONDS = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,10 +79,7 @@ class RankState(Sums):
         root: "" or the retry of dead letters that it belongs to, such as "retry-00001".
         folder: its files, or a copy of them.
         trouble, reason: why it needs attention; None and "" if it does not.
-        outage: of its servers, until now; None if there is none.
         has_rate: ``rates`` are of five minutes at least, so that they can be compared.
-        seconds: what its attempts took together.
-        downtime: seconds between attempts that were cut short and the ones after them.
         attempts: those that the history still names.
         wait: what it waits for, while it runs.
         last_word: time of the last change of any of its files.
@@ -100,10 +94,7 @@ class RankState(Sums):
     state: State
     trouble: Trouble | None = None
     reason: str = ""
-    outage: Silence | None = None
     has_rate: bool = False
-    seconds: float = 0.0
-    downtime: float = 0.0
     attempts: list[AttemptSummary] = field(default_factory=list)
     wait: Wait = field(default_factory=Wait)
     last_word: float | None = None
@@ -117,12 +108,19 @@ class RankState(Sums):
         """Its average can be compared: that of few documents is chance, and of seconds the start of servers, mostly."""
         return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= _LEAST_SECONDS
 
+    def need_attention(self, trouble: Trouble, reason: str) -> None:
+        self.trouble = trouble
+        self.reason = reason
+
+    @property
+    def share(self) -> float | None:
+        """How much of its input is done, from 0 to 1; None if that is not known."""
+        return 1.0 if self.state == "finished" else self.position.share
+
     @property
     def goes_on(self) -> bool:
         """Whether it is finished, or runs and gets ahead."""
-        return self.state == "finished" or (
-            self.state == "running" and self.trouble not in ("silent", "stuck", "looping")
-        )
+        return self.state == "finished" or (self.state == "running" and self.trouble not in ("silent", "stuck"))
 
     @property
     def attempt(self) -> AttemptSummary | None:
@@ -133,9 +131,10 @@ class RankState(Sums):
     def process(self) -> str:
         """The one that works on it, or was the last to: "pid 42 on node7, Slurm job 17_5"."""
         last = self.attempt or AttemptSummary(0, 0.0, 0.0)
-        holder = self.holder or {"host": last.host, "pid": last.pid}
-        job = f", Slurm job {last.slurm_job}" if last.slurm_job else ""
-        return f"pid {holder.get('pid')} on {holder.get('host')}{job}"
+        if self.holder is None:
+            return f"pid {last.pid} on {last.place}"
+        where = replace(last, host=str(self.holder.get("host"))).place
+        return f"pid {self.holder.get('pid')} on {where}"
 
 
 @dataclass(slots=True)
@@ -170,7 +169,6 @@ class RunState:
         newest: time of the newest change that was seen. ``read_at - newest`` is how old the data is.
         tasks: number of ranks of the run; 0 if nothing tells it.
         identity: the settings that all ranks share.
-        mixed: field, old and new value of settings with which some of the documents were made, and others.
         missing: ranks of the run that have no folder.
         gone: of these, ranks that had committed chunks: their folders were removed.
         foreign: ranks with higher numbers than the run has. They are nowhere counted.
@@ -184,7 +182,6 @@ class RunState:
     newest: float | None = None
     tasks: int = 0
     identity: dict[str, Any] = field(default_factory=dict)
-    mixed: list[tuple[str, str, str]] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)
@@ -196,7 +193,8 @@ class RunState:
     @property
     def together(self) -> Totals:
         """The sums with those of retries. Each document counts once: one that a retry has written is not dead."""
-        found, again = copy.deepcopy(self.totals), self.retried
+        found = copy.deepcopy(self.totals)
+        again = self.retried
         found.add(replace(again, unfinished=DocumentCounts(), unfinished_chunks=0, dead_letters=Counter(), exact=True))
         if self.retries:
             found.counts = sum_delivered((rank.rank, rank.counts) for rank in (*self.ranks, *self.retries))
@@ -239,129 +237,34 @@ TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
 # as JSON --------------------------------------------------------------------------------------------------------------
 
-# ``RunState`` as the JSON of ``status --json``, which ``status.schema.json`` describes (see docs/status.md).
-#
-# ``report`` shows the same figures. Times are ISO 8601 in UTC, and null if they are not known.
-
-
-VERSION = 1
+VERSION = 2
 """Of the JSON. New keys may come without a new version."""
-SCHEMA = Path(__file__).with_name("status.schema.json")
 
 
-def to_json(state: RunState) -> Json:
-    """The whole run."""
-    return {
+def to_json(state: RunState) -> bytes:
+    """The JSON of ``status --json``: the records as they are, with Unix seconds. docs/status.md explains it."""
+    content = {
         "version": VERSION,
         "what": state.what,
         "is_copy": state.is_copy,
-        "read_at": _time(state.read_at),
-        "newest_at": _time(state.newest),
-        "age_seconds": None if state.newest is None else round(max(0.0, state.read_at - state.newest), 3),
+        "read_at": state.read_at,
+        "newest": state.newest,
         "is_finished": state.is_finished,
-        "delivered": _counts(state.together.counts),
-        "totals": _totals(state.totals, state.tasks),
-        "retried": _totals(state.retried, 0) if state.retries else None,
-        "not_started": state.missing,
+        "delivered": state.together.counts,
+        "tasks": state.tasks,
+        "missing": state.missing,
         "gone": state.gone,
         "foreign": state.foreign,
-        "attention": [{name: getattr(rank, name) for name in _TROUBLE} for rank in state.troubled],
-        "ranks": [_rank(rank) for rank in (*state.ranks, *state.retries)],
+        "totals": state.totals,
+        "retried": state.retried,
+        "ranks": [*state.ranks, *state.retries],
     }
+    return orjson.dumps(content, _plain, orjson.OPT_INDENT_2)
 
 
-def dump(content: Json) -> bytes:
-    """As text."""
-    return orjson.dumps(content, option=orjson.OPT_INDENT_2)
-
-
-def _totals(totals: Totals, tasks: int) -> Json:
-    return {
-        "tasks": tasks or None,
-        "states": dict(sorted(totals.states.items())),
-        "not_started": totals.not_started,
-        **_sums(totals),
-        "input": _input(totals.position) | {"total_is_estimated": totals.total_is_estimated},
-        "average": _rates(totals.average),
-        "working_seconds": round(totals.working_seconds, 3),
-        "attempts": totals.number_of_attempts,
-        "attempts_without_a_word": totals.killed,
-        "started_at": _time(totals.started),
-    }
-
-
-def _rank(rank: RankState) -> Json:
-    return {
-        "root": rank.root,
-        "rank": rank.rank,
-        "state": rank.state,
-        "trouble": rank.trouble,
-        "reason": rank.reason,
-        **_sums(rank),
-        "input": _input(rank.position),
-        "seconds": round(rank.seconds, 3),
-        "downtime_seconds": round(rank.downtime, 3),
-        "attempts": rank.number_of_attempts,
-        "attempt": None if rank.attempt is None else _attempt(rank.attempt),
-        "attempts_without_a_word": [one.number for one in rank.attempts if one.without_a_word],
-        "last_word_at": _time(rank.last_word),
-        "last_commit_at": _time(rank.last_commit),
-        "holder": rank.holder,
-        "wait": rank.wait._asdict(),
-    }
-
-
-def _sums(sums: Sums) -> Json:
-    return {
-        "documents": sums.documents,
-        "committed": _counts(sums.counts),
-        "unfinished": _counts(sums.unfinished),
-        "exact": sums.exact,
-        "chunks": sums.chunks,
-        "unfinished_chunks": sums.unfinished_chunks,
-        "work": {name: getattr(sums.work, name) for name in _WORK}
-        | {"lost_in_flight": sums.lost_in_flight, "errors": sums.work.errors, "is_at_least": sums.work_is_at_least},
-        "rates": _rates(sums.rates),
-        "time_left_seconds": None if sums.time_left is None else round(sums.time_left, 3),
-        "as_of": _time(sums.as_of),
-        "in_flight": sums.in_flight,
-        "waiting": sums.waiting,
-        "skipped": {"damaged": sums.skipped.damaged, "without_text": sums.skipped.without_text},
-        "dead_letters": dict(sums.dead_letters.most_common()),
-    }
-
-
-_COUNTS = tuple(DocumentCounts.__dataclass_fields__)
-
-
-def _counts(counts: DocumentCounts) -> Json:
-    return {name: max(0, getattr(counts, name)) for name in _COUNTS}  # asdict takes ten times as long
-
-
-_TROUBLE = ("root", "rank", "trouble", "reason")
-_OF_ATTEMPT = ("why", "what", "host", "pid", "slurm_job", "version", "without_a_word", "in_flight")
-_WORK = tuple(name for name in WorkCounts.__dataclass_fields__ if name != "errors")
-
-
-def _input(position: InputPosition) -> Json:
-    share = position.share
-    return {**position._asdict(), "share": None if share is None else round(share, 6)}
-
-
-def _rates(rates: Rates) -> Json:
-    return {name: round(value, 6) for name, value in asdict(rates).items()} if rates != _NOTHING else _ZEROS.copy()
-
-
-_NOTHING = Rates()
-_ZEROS = asdict(_NOTHING)
-
-
-def _attempt(attempt: AttemptSummary) -> Json:
-    times = {f"{name}_at": _time(getattr(attempt, name)) for name in ("started", "last_seen", "ended")}
-    return {"number": attempt.number, **times, **{name: getattr(attempt, name) for name in _OF_ATTEMPT}}
-
-
-def _time(at: float | None) -> str | None:
-    if at is None:
-        return None
-    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(timespec="milliseconds")
+def _plain(value: object) -> object:
+    if isinstance(value, InputPosition):
+        return {**value._asdict(), "share": value.share}
+    if isinstance(value, Silence | Wait | SkippedLines):
+        return value._asdict()
+    return str(value)  # a path

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
-from datatrove_ckpt.checkpoint.ledger import OTHERS, name_place
+from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.formatting import duration, figure, percent, plural, ranges, short
-from datatrove_ckpt.maintenance.run_state import RunState, Totals
+from datatrove_ckpt.maintenance.run_state import RunState, State, Totals
 
-# A rank knows the size of its input once it has read something, and writes it with the next minute.
-_FIRST_SECONDS = 120.0
-_STATES = ("damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished")
+_SHOWN_CAUSES = 5
 
 
 def topics(state: RunState) -> Iterator[tuple[str, str]]:
     """Each topic that there is something to say about, with that."""
     totals = state.together
-    documents = "none in the input" if state.is_finished and not totals.documents else _documents(totals)
-    yield "documents", documents
+    if state.is_finished and not totals.documents:
+        yield "documents", "none in the input"
+    else:
+        yield "documents", _documents(totals)
     if totals.started is not None:
         yield "rate", _rate(totals)
         yield "tokens", _tokens(totals)
@@ -28,10 +29,10 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield "attempts", _attempts(totals)
     else:
         yield "requests", f"{totals.done.requests:,} answered, {_sum_of_tokens(totals)}"
-    if odd := totals.done.odd_answers:
-        yield "answers", odd.strip()
+    if totals.done.odd_answers:
+        yield "answers", totals.done.odd_answers.strip()
     if totals.skipped:
-        yield "skipped", str(totals.skipped).removeprefix(" Skipped: ").removesuffix(".")
+        yield "skipped", totals.skipped.text
     if totals.done.dead > 0:
         yield "dead", _dead(state, totals)
     if state.missing:
@@ -44,32 +45,37 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield "foreign", f"folders that do not belong to the run of {ranks}; they are not counted"
     if state.retries:
         retried = state.retried
-        tries = "1 try" if retried.documents == 1 else f"{retried.documents:,} tries"
-        now = f"; {plural(running, 'rank')} at work" if (running := retried.states["running"]) else ""
-        yield "retries", f"{tries} of dead letters, {retried.counts.written:,} of them written{now}"
+        text = f"{counted(retried.documents, 'dead letter')} retried, {retried.counts.written:,} of them written"
+        if retried.states["running"]:
+            text = f"{text}; {plural(retried.states['running'], 'rank')} at work"
+        yield "retries", text
 
 
 def ranks_of(state: RunState) -> str:
     """How many ranks there are, by what they do."""
-    totals = state.totals
-    states = [f"{totals.states[name]} {name}" for name in _STATES if totals.states[name]]
-    states += [f"{totals.not_started} not started"] if totals.not_started else []
-    return f"{plural(len(state.ranks) + totals.not_started, 'rank')} ({', '.join(states)})"
+    not_started = state.totals.not_started
+    states = [f"{state.totals.states[name]} {name}" for name in get_args(State) if state.totals.states[name]]
+    if not_started:
+        states.append(f"{not_started} not started")
+    return f"{plural(len(state.ranks) + not_started, 'rank')} ({', '.join(states)})"
 
 
 def age(state: RunState) -> str:
     """How old the data is."""
     if state.newest is None:
         return "last change not known"
-    seconds = max(0.0, state.read_at - state.newest)
-    old = "less than 1 s" if seconds < 1 else duration(seconds)
-    return f"last change {old} ago" + (", as its mirror shows" if state.is_copy else "")
+    text = f"last change {duration(max(1.0, state.read_at - state.newest))} ago"
+    if state.is_copy:
+        text = f"{text}, as its mirror shows"
+    return text
 
 
 def _ago(state: RunState) -> str:
     """How old the lines are that tell where the ranks stand, with a space before it; empty if they are new."""
     seconds = state.read_at - (state.together.as_of or state.read_at)
-    return f" as of {duration(round(seconds))} ago" if seconds >= 1 else ""
+    if seconds < 1:
+        return ""
+    return f" as of {duration(round(seconds))} ago"
 
 
 def progress_of(state: RunState) -> str:
@@ -79,46 +85,56 @@ def progress_of(state: RunState) -> str:
     if state.is_finished:
         return "finished"
     if share is None:
-        first = state.read_at - (totals.started or 0.0) < _FIRST_SECONDS
-        return f"no percentage{' yet' if first else ''}: it is not known how much of the input is done"
-    about = "about " if totals.total_is_estimated else ""
+        return "no percentage: how much of the input is done is not known"
+    done = f"{percent(share)} of the input"
+    if totals.total_is_estimated:
+        done = f"about {done}"
+    if not totals.exact:
+        done = f"{done}{_ago(state)}"
+    if not totals.states["running"]:
+        return f"{done}, nothing runs"
     if totals.time_left is None:
-        left = "time left not known yet" if totals.states["running"] else "nothing runs"
-    else:
-        end = datetime.datetime.fromtimestamp(state.read_at + totals.time_left).astimezone()
-        left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
-        left += f", not counting {plural(totals.halted, 'rank')} without progress" if totals.halted else ""
-    return f"{about}{percent(share)} of the input{'' if totals.exact else _ago(state)}, {left}"
+        return f"{done}, time left not known yet"
+    end = datetime.datetime.fromtimestamp(state.read_at + totals.time_left).astimezone()
+    left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
+    if totals.halted:
+        left = f"{left}, not counting {plural(totals.halted, 'rank')} without progress"
+    return f"{done}, {left}"
 
 
 def _documents(totals: Totals) -> str:
-    done, written = totals.done, f"{totals.counts.written:,} written in {counted(totals.chunks, 'chunk')}"
+    done = totals.done
+    written = f"{totals.counts.written:,} written in {counted(totals.chunks, 'chunk')}"
     text = f"{done.read:,} done: {written}, {done.dropped:,} dropped, {done.dead:,} dead"
     if totals.unfinished_chunks:
-        about = "" if totals.exact else "about "
-        text += f", {about}{totals.unfinished.written:,} in {counted(totals.unfinished_chunks, 'unfinished chunk')}"
+        more = f"{totals.unfinished.written:,} in {counted(totals.unfinished_chunks, 'unfinished chunk')}"
+        text = f"{text}, {more}" if totals.exact else f"{text}, about {more}"
     return text
 
 
 def counted(number: int, noun: str) -> str:
     """A count with its noun, as ``plural``, with commas between thousands."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {plural(number, noun).partition(' ')[2]}"
 
 
 def _rate(totals: Totals) -> str:
-    is_new = totals.as_of is None and not totals.rates.documents
-    now = "no rate yet; " if is_new else f"{figure(totals.rates.documents)} documents/s now; "
-    now *= totals.states["running"] > 0
-    worked = duration(totals.working_seconds)
+    average = f"{figure(totals.average.documents)} documents/s on average over"
     if totals.documents and not totals.average.documents:
-        return f"{now}no average yet, after {worked} at work"
-    return f"{now}{figure(totals.average.documents)} documents/s on average over {worked} at work"
+        average = "no average yet, after"
+    text = f"{average} {duration(totals.working_seconds)} at work"
+    if not totals.states["running"]:
+        return text
+    if totals.as_of is None and not totals.rates.documents:
+        return f"no rate yet; {text}"
+    return f"{figure(totals.rates.documents)} documents/s now; {text}"
 
 
 def _tokens(totals: Totals) -> str:
-    rates = totals.rates
-    now = f"; {figure(rates.prompt_tokens)} and {figure(rates.completion_tokens)} per second now"
-    return _sum_of_tokens(totals) + (now if totals.states["running"] else "")
+    text = _sum_of_tokens(totals)
+    if totals.states["running"]:
+        rates = totals.rates
+        text = f"{text}; {figure(rates.prompt_tokens)} and {figure(rates.completion_tokens)} per second now"
+    return text
 
 
 def _sum_of_tokens(totals: Totals) -> str:
@@ -128,8 +144,9 @@ def _sum_of_tokens(totals: Totals) -> str:
 
 def _requests(totals: Totals) -> str:
     work = totals.work
-    at_least = "at least " if totals.work_is_at_least else ""
-    sent = f"{at_least}{work.sent:,} sent, {work.cached:,} answered from cache"
+    sent = f"{work.sent:,} sent, {work.cached:,} answered from cache"
+    if totals.killed:
+        sent = f"at least {sent}"
     return f"{totals.done.requests:,} of documents that are done; {sent}"
 
 
@@ -141,9 +158,9 @@ def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
     text = f"{totals.in_flight:,}, {totals.waiting:,} waiting{_ago(state)}"
     longest = max(running, key=lambda rank: rank.wait.oldest)
     if longest.wait.oldest:
-        document = f" (document {longest.wait.document})" if longest.wait.document else ""
-        place = name_place(longest.root, longest.rank)
-        text += f"; the oldest for {duration(longest.wait.oldest)}: {place}{document}"
+        text += f"; the oldest for {duration(longest.wait.oldest)}: {name_place(longest.root, longest.rank)}"
+    if longest.wait.document:
+        text += f" (document {longest.wait.document})"
     yield "in flight", text
 
 
@@ -162,22 +179,24 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]
     if work.restarts:
         yield "servers", counted(work.restarts, "restart")
     if work.errors:
-        yield "errors", _most(work.errors) + ago
+        yield "errors", _named_counts(work.errors) + ago
 
 
-def _most(numbers: Mapping[str, int]) -> str:
-    ordered = sorted(((name, count) for name, count in numbers.items() if name != OTHERS), key=lambda item: -item[1])
-    shown = [f"{count:,} {name}" for name, count in ordered[:5]]
-    others = sum(count for _, count in ordered[5:]) + numbers.get(OTHERS, 0)
-    return ", ".join([*shown, f"{others:,} {OTHERS}"] if others else shown)
+def _named_counts(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in few(numbers, _SHOWN_CAUSES).items())
 
 
 def _attempts(totals: Totals) -> str:
-    killed = f", {totals.killed:,} of them killed" if totals.killed else ""
-    return f"{totals.number_of_attempts:,}{killed}"
+    text = f"{totals.number_of_attempts:,}"
+    if totals.killed:
+        text = f"{text}, {totals.killed:,} of them killed"
+    return f"{text}; {duration(totals.seconds)} together"
 
 
 def _dead(state: RunState, totals: Totals) -> str:
-    said = [_most(state.causes)]
-    said += [f"{totals.unfinished.dead:,} in unfinished chunks"] if totals.unfinished.dead else []
-    return f"{totals.done.dead:,}: {', '.join(filter(None, said))}".removesuffix(": ")
+    text = f"{totals.done.dead:,}"
+    if state.causes:
+        text = f"{text}: {_named_counts(state.causes)}"
+    if totals.unfinished.dead:
+        text = f"{text}; {totals.unfinished.dead:,} in unfinished chunks"
+    return text

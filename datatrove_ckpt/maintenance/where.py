@@ -59,7 +59,9 @@ class Place:
     @property
     def configured_output(self) -> str | None:
         """The output folder that the YAML file names: where the files are now, whatever the checkpoint says."""
-        return self.output if self.config else None
+        if not self.config:
+            return None
+        return self.output
 
     def refresh(self) -> None:
         """Brings a copy up to date.
@@ -72,7 +74,9 @@ class Place:
 
     def said(self, text: str) -> str:
         """A text with the mirror's URL in place of the copy's path."""
-        return text.replace(str(self.folder), self.what) if self.is_copy else text
+        if not self.is_copy:
+            return text
+        return text.replace(str(self.folder), self.what)
 
 
 def is_config(what: str) -> bool:
@@ -104,7 +108,10 @@ def open_place(
         ConfigError: there is no such place, or the YAML file names none.
         StorageFailed, CheckpointCorrupt: the mirror cannot be read.
     """
-    place, url = _named_by_config(what, config) if config is not None else _named(what)
+    if config is not None:
+        place, url = _named_by_config(what, config)
+    else:
+        place, url = _named(what)
     place.given += overrides
     if url is None:
         yield place
@@ -114,39 +121,49 @@ def open_place(
 
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
-        place.folder, root = Path(folder), url.rstrip("/")
-        below = "" if config is not None else default_mirror(f"{root}/logs")
-        for mirror in filter(None, (url, below)):
+        place.folder = Path(folder)
+        root = url.rstrip("/")
+        below = default_mirror(f"{root}/logs")
+        mirrors = [url] if config is not None else [url, below]
+        for mirror in mirrors:
             place.mirror = MirrorReader(mirror, place.folder, wanted, trusted)
             place.what = place.mirror.url
             place.refresh()
             if place.mirror.ranks:
                 break
         else:
+            if config is not None:
+                raise ConfigError(_not_begun(place, f"{place.what}, its mirror"))
             raise ConfigError(
                 f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a version in it, and "
                 f"none in {below}. Give the URL that checkpoints_remote_dir names, or a run_folder."
-                if below
-                else _not_begun(place, f"{place.what}, its mirror")
             )
         if mirror != url:  # WHAT is a run folder
-            place.output, place.logging_dir = f"{root}/output", f"{root}/logs"
+            place.output = f"{root}/output"
+            place.logging_dir = f"{root}/logs"
         yield place
 
 
 def _named(what: str) -> tuple[Place, str | None]:
     """The place, and the mirror's URL if it is a mirror."""
     place = Place(what, Path(what), [what])
-    if not _URL.match(what):
-        root, checkpoints = place.folder, place.folder / "checkpoints"
-        with suppress(PermissionError):  # which the command says, once it reads the ranks
-            if checkpoints.is_dir() and not layout.rank_numbers(root):  # a run folder
-                place.what, place.folder = str(checkpoints), checkpoints
-                output, logs = (str(path) if path.is_dir() else None for path in (root / "output", root / "logs"))
-                place.output, place.logging_dir = output, logs
-        if not (place.folder.is_dir() and _looks_like_mirror(place.folder)):
-            return place, None
-    return place, place.what
+    if _URL.match(what):
+        return place, what
+    root = place.folder
+    checkpoints = root / "checkpoints"
+    with suppress(PermissionError):  # which the command says, once it reads the ranks
+        if checkpoints.is_dir() and not layout.rank_numbers(root):  # a run folder
+            place.what = str(checkpoints)
+            place.folder = checkpoints
+            place.output = _if_folder(root / "output")
+            place.logging_dir = _if_folder(root / "logs")
+    if place.folder.is_dir() and _looks_like_mirror(place.folder):
+        return place, place.what
+    return place, None
+
+
+def _if_folder(path: Path) -> str | None:
+    return str(path) if path.is_dir() else None
 
 
 def begun_in(root: Path | None, remote: str | None) -> str | None:
@@ -155,7 +172,9 @@ def begun_in(root: Path | None, remote: str | None) -> str | None:
         return str(root)
     from datatrove_ckpt.mirror.reading import holds_ranks
 
-    return remote if remote is not None and holds_ranks(remote) else None
+    if remote is not None and holds_ranks(remote):
+        return remote
+    return None
 
 
 def _looks_like_mirror(folder: Path) -> bool:
@@ -213,13 +232,19 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
 
 def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | None]:
     executor = _arguments(config.get("executor"))
-    tasks, logging_dir = executor.get("tasks"), executor.get("logging_dir")
-    local, remote = _folders(path, executor, default_mirror(str(logging_dir)) if _runs_as_jobs(config) else None)
-    folder = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
-    place = Place(str(local), local or Path(), [path], config=config)
-    place.tasks = tasks if isinstance(tasks, int) and is_count(tasks) else 1
-    place.logging_dir, place.output = (one if isinstance(one, str) else None for one in (logging_dir, folder))
-    if _runs_as_jobs(config) or local is None or (remote is not None and _mirror_has_more(local, remote)):
+    tasks = executor.get("tasks")
+    logging_dir = executor.get("logging_dir")
+    runs_as_jobs = _runs_as_jobs(config)
+    local, remote = _folders(path, executor, default_mirror(str(logging_dir)) if runs_as_jobs else None)
+    output = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
+    place = Place(str(local), local or Path(), [path], tasks=1, config=config)
+    if isinstance(tasks, int) and is_count(tasks):
+        place.tasks = tasks
+    if isinstance(logging_dir, str):
+        place.logging_dir = logging_dir
+    if isinstance(output, str):
+        place.output = output
+    if runs_as_jobs or local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
         raise ConfigError(_not_begun(place, f"{local}, its checkpoints_local_dir", ", or not on this node"))
@@ -233,8 +258,9 @@ def _runs_as_jobs(config: dict[str, Any]) -> bool:
 
 
 def _not_begun(place: Place, where: str, elsewhere: str = "") -> str:
-    logs = " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
-    hint = logs if _runs_as_jobs(place.config) else ""
+    hint = ""
+    if _runs_as_jobs(place.config):
+        hint = " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
     return (
         f"{place.given[0]}: nothing has started yet{elsewhere}: of {plural(place.tasks, 'task')}, none has a "
         f"checkpoint in {where}. A submitted job may wait in its queue.{hint}"
@@ -245,7 +271,9 @@ def _mirror_has_more(local: Path, remote: str) -> bool:
     """Whether ranks are on the mirror that this node does not have: other nodes work on them."""
     from datatrove_ckpt.mirror.reading import holds_ranks
 
-    here = {f"{number:05d}" for number in layout.rank_numbers(local)} if local.is_dir() else set()
+    here: set[str] = set()
+    if local.is_dir():
+        here = {f"{number:05d}" for number in layout.rank_numbers(local)}
     try:
         return bool(holds_ranks(remote) - here)
     except (StorageFailed, ConfigError):
@@ -264,7 +292,8 @@ def _folders(path: str, executor: dict[str, Any], default: str | None) -> tuple[
         raise ConfigError(f"{path}: several steps keep a checkpoint. Give the folder of one of them: {several}.")
     ((index, step),) = found.items()
     remote = step.get("checkpoints_remote_dir")
-    remote = remote if isinstance(remote, str) else default
+    if not isinstance(remote, str):
+        remote = default
     try:
         return expand_path(f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"]), remote
     except ConfigError:
@@ -276,17 +305,22 @@ def _folders(path: str, executor: dict[str, Any], default: str | None) -> tuple[
 def runner_arguments(config: dict[str, Any]) -> dict[str, Any]:
     """The init_args of the step with a checkpoint; empty if there is none, or several."""
     found = [*_kept_steps(_arguments(config.get("executor"))).values()]
-    return found[0] if len(found) == 1 else {}
+    if len(found) != 1:
+        return {}
+    return found[0]
 
 
 def _kept_steps(executor: Json) -> dict[int, Json]:
     """The init_args of the steps with a checkpoint, by their index in the pipeline."""
     pipeline = executor.get("pipeline")
-    steps = {index: _arguments(step) for index, step in enumerate(pipeline if isinstance(pipeline, list) else [])}
-    return {index: step for index, step in steps.items() if isinstance(step.get("checkpoints_local_dir"), str)}
+    if not isinstance(pipeline, list):
+        return {}
+    steps = enumerate(map(_arguments, pipeline))
+    return {index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)}
 
 
 def _arguments(node: Any) -> dict[str, Any]:
     """The init_args of a mapping with class_path; empty if there are none."""
-    arguments = node.get("init_args") if isinstance(node, dict) else None
-    return arguments if isinstance(arguments, dict) else {}
+    if isinstance(node, dict) and isinstance(node.get("init_args"), dict):
+        return node["init_args"]  # type: ignore[no-any-return]
+    return {}

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import orjson
 import pytest
 from datatrove.data import Document
@@ -26,7 +25,6 @@ from datatrove_ckpt.errors import (
     named,
 )
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import config, documents, letters, rows, writer
@@ -171,7 +169,6 @@ def test_the_numbers_of_a_run_whose_models_were_renamed(
     Path("order").write_text("author judge")
     attempt(here, {"author": a, "judge": b}, accept_changes=True)
     state = orjson.loads(command("status", "checkpoints", "--json").out)
-    jsonschema.validate(state, orjson.loads(SCHEMA.read_bytes()), jsonschema.Draft202012Validator)
     assert state["totals"]["work"]["requests"] == 3
     for words in (["status"], ["verify"], ["report", "--output", "page.html"]):
         command(words[0], "checkpoints", *words[1:])

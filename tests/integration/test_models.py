@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import dill
-import jsonschema
 import orjson
 import pytest
 import yaml
@@ -43,7 +42,6 @@ from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
 from datatrove_ckpt.inference.servers import connect
-from datatrove_ckpt.maintenance.run_state import SCHEMA
 from datatrove_ckpt.process.screen import RankProgress
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -384,11 +382,11 @@ def test_a_rank_with_other_models_takes_over_those_that_are_the_same(here: Path,
     again.named_models["judge"].model_kwargs = {"latency-ms": 1}
     again.run(documents(2), 1, 3)
     assert any("writer: Rank 1 takes over the server" in line for line in log)
-    (line,) = [line for line in log if "does not take over" in line]
-    assert "Rank 1 does not take over the server of judge of rank 0, which is stopped: what it needs differs in" in line
+    (line,) = [line for line in log if "needs other servers" in line]
+    assert "Rank 1 needs other servers than the server of judge of rank 0, which is stopped." in line
     alone = InferenceRunner(ask, InferenceConfig("dummy", "m"), writer(here / "alone"))
     alone.run(documents(1))
-    assert sum("it has no such model" in line for line in log) == 2
+    assert sum("needs other servers" in line for line in log) == 3
 
 
 def test_replicas_of_both(here: Path) -> None:
@@ -606,7 +604,6 @@ def test_the_numbers_are_those_of_all_models_over_all_attempts(
     last = read_history(here / "checkpoints/00000/history.jsonl").last
     assert (last.total.requests, last.own.requests, last.total.failed) == (10, 5, 1)
     state = orjson.loads(command("status", "checkpoints", "--json").out)
-    jsonschema.validate(state, orjson.loads(SCHEMA.read_bytes()), jsonschema.Draft202012Validator)
     assert state["totals"]["work"]["requests"] == 10
     events = read_history(here / "checkpoints/00000/history.jsonl").attempts[-1].servers
     assert {event.name for event in events} == {"writer 0", "judge 0"}

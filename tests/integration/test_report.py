@@ -84,35 +84,6 @@ def test_a_link_stays_one_and_a_pipe_too(checkpoints: Path, tmp_path: Path) -> N
     assert pipe.is_fifo()
 
 
-def test_prices_make_costs(checkpoints: Path, capsys: Captured) -> None:
-    prices = ["--price-per-gpu-hour", "3600", "--gpus-per-rank", "2", "--price-per-million-tokens", "1000000,0"]
-    assert main(["report", str(checkpoints), "-o", "-", *prices]) == 0
-    text = Reader(capsys.readouterr().out).text
-    assert "3 ranks with 2 GPUs each" in text
-    assert "per million documents" in text
-
-
-def test_the_price_of_a_gpu_needs_their_number(checkpoints: Path, command: Command) -> None:
-    said = command("report", checkpoints, "--price-per-gpu-hour", "2.50", code=2).err
-    assert "--price-per-gpu-hour: needs --gpus-per-rank" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--price-per-gpu-hour", "-1"], "'-1' is no price"),
-        (["--price-per-gpu-hour", "nan"], "'nan' is no price"),
-        (["--price-per-million-tokens", "1,x"], "'x' is no price"),
-        (["--gpus-per-rank", "0"], "'0' is no number of GPUs"),
-    ],
-)
-def test_a_price_that_is_none_is_refused(arguments: list[str], said: str, checkpoints: Path, capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(checkpoints), *arguments])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("target", "code", "said"),
     [("", 2, "is a folder. Give the name of a file"), ("missing/page.html", 1, "cannot be written: No such file")],

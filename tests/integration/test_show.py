@@ -127,20 +127,17 @@ def test_nothing_that_is_shown_speaks_to_the_terminal_or_tells_a_secret(
         assert "\\u001b[2J" in said
 
 
-def test_texts_stand_side_by_side_where_there_is_room_and_are_shortened(
+def test_texts_are_shortened_and_fit_the_terminal(
     tmp_path: Path, server: FakeServer, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner(tmp_path, server).run([Document("long " * 500, "a")])
     monkeypatch.setenv("COLUMNS", "120")
     lines = show().out.splitlines()
     assert lines[1].startswith("  text: long ")
-    assert " | answer: answer " in lines[1]
-    assert {line[lines[1].find(" | ") + 1] for line in lines[1:-1]} == {"|"}
+    assert any(line.startswith("  answer: answer ") for line in lines)
     assert max(map(len, lines)) <= 120
     assert "..." in "".join(lines)
     assert "..." not in show("--id", "a").out, "with its id, it is wanted as a whole"
-    monkeypatch.setenv("COLUMNS", "80")
-    assert "\n  answer: answer " in show().out
 
 
 def test_what_is_shown_can_be_a_mirror_or_a_yaml_file(here: Path, server: FakeServer, command: Command) -> None:

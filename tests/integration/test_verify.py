@@ -714,7 +714,7 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
         retried.unlink()
         text = said("verify", job, code=1)
         assert text.startswith("retry-00001, rank 1, chunk 0: 00001_chunk_retry1_00000.jsonl is missing.")
-        assert "retries    4 tries of dead letters, 4 of them written" in said("status", job)
+        assert "retries    4 dead letters retried, 4 of them written" in said("status", job)
         assert "Run the pipeline again to process these chunks, as a retry of dead letters." in said("repair", job)
         retry(job, mended)
     assert outputs(job / "output") == made

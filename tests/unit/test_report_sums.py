@@ -1,4 +1,4 @@
-"""From the lines of histories to what the report shows: intervals, interruptions, requests, prices."""
+"""From the lines of histories to what the report shows: intervals, attempts, requests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_read import History, parse_history
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     Progress,
@@ -20,18 +21,13 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.maintenance.report.gather import Prices, costs, gather
+from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.histories import (
-    Interruption,
     OverTime,
-    RankLog,
-    interruptions,
-    parse_log,
     time_axis,
-    together,
 )
-from datatrove_ckpt.maintenance.report.page import Table
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
+from datatrove_ckpt.maintenance.report.page import Table, clock
+from datatrove_ckpt.maintenance.run_state import RankState, RunState
 
 T = 1_790_000_000.0
 
@@ -43,8 +39,8 @@ def line(attempt: int, at: float, documents: int, in_flight: int = 0, **work: An
     return Progress(at=T + at, attempt=attempt, seconds=seconds, documents=counts, total=total, in_flight=in_flight)
 
 
-def log_of(records: Sequence[Record]) -> RankLog:
-    return parse_log(b"".join(record.to_line() for record in records))
+def log_of(records: Sequence[Record]) -> History:
+    return parse_history([record.to_line() for record in records], 1000)
 
 
 def start(attempt: int, at: float, **changes: Any) -> Start:
@@ -55,7 +51,7 @@ def server(attempt: int, at: float, what: Any, why: str = "", name: str = "0") -
     return ServerEvent(at=T + at, attempt=attempt, what=what, name=name, why=why)
 
 
-def killed_once(until: float = 600) -> RankLog:
+def killed_once(until: float = 600) -> History:
     """Half a document a second; killed after 290 seconds, started again at 400, ready at 430."""
     records: list[Record] = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
     records += [line(1, at, at // 2, in_flight=7) for at in range(0, 241, 60)]
@@ -64,7 +60,7 @@ def killed_once(until: float = 600) -> RankLog:
     return log_of(records)
 
 
-def over_time(*logs: RankLog, now: float | None = None, until: float | None = None) -> OverTime:
+def over_time(*logs: History, now: float | None = None, until: float | None = None) -> OverTime:
     found = time_axis(logs, now)
     assert found is not None
     for log in logs:
@@ -120,63 +116,7 @@ def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
     assert found.documents.sum() <= 40
 
 
-# interruptions -------------------------------------------------------------------------------------------------------
-
-
-def test_a_kill_costs_the_time_until_servers_are_ready_and_the_requests_in_flight() -> None:
-    (found,) = interruptions("3", killed_once(), is_running=True)
-    assert (found.name, found.at, found.away, found.starting, found.repeated) == ("3", T + 240, 160, 30, 7)
-    assert found.seconds == 190
-    assert (found.why, found.place) == ("killed", "node7")
-
-
-def test_the_way_an_attempt_ended_is_told() -> None:
-    records: list[Record] = [start(1, 0, job="77_1"), End(at=T + 9, attempt=1, why="stopped", what="SIGTERM")]
-    records += [start(2, 20), End(at=T + 30, attempt=2, why="error", what="DiskFull: no room")]
-    records += [start(3, 40), End(at=T + 50, attempt=3, why="done")]
-    found = list(interruptions("0", log_of(records), is_running=False))
-    told = [("stopped by SIGTERM", "node7, Slurm job 77_1"), ("DiskFull: no room", "node7")]
-    assert [(one.why, one.place) for one in found] == told
-    assert [one.away for one in found] == [11, 10]
-
-
-def test_an_attempt_that_still_runs_is_no_interruption_and_one_that_nothing_followed_is_open() -> None:
-    history = log_of([start(1, 0), line(1, 60, 5, in_flight=3)])
-    assert list(interruptions("0", history, is_running=True)) == []
-    (found,) = interruptions("0", history, is_running=False)
-    assert (found.away, found.starting, found.repeated) == (None, None, 3)
-
-
-def test_what_was_in_flight_when_an_attempt_was_killed_is_not_0_because_its_last_line_has_none() -> None:
-    idle, busy = log_of([start(1, 0), line(1, 0, 0)]), log_of([start(1, 0), line(1, 60, 5, in_flight=3)])
-    ended = log_of([start(1, 0), line(1, 60, 5), End(at=T + 60, attempt=1, why="stopped", what="SIGTERM")])
-    found = [next(interruptions(str(rank), log, is_running=False)) for rank, log in enumerate((idle, busy, ended))]
-    assert [one.repeated for one in found] == [None, 3, 0]
-    assert [one.repeated for one in together(found)] == [None, 0], "two were killed in one minute"
-
-
-def test_a_server_that_died_is_an_interruption_until_it_is_ready_again() -> None:
-    records: list[Record] = [start(1, 0), server(1, 5, "ready"), server(1, 5, "ready", name="1")]
-    records += [
-        server(1, 50, "death", "CUDA out of memory"),
-        server(1, 52, "restart"),
-        server(1, 70, "ready", name="1"),
-    ]
-    records += [server(1, 95, "ready"), End(at=T + 100, attempt=1, why="done")]
-    (found,) = interruptions("0", log_of(records), is_running=False)
-    assert (found.at, found.why, found.away, found.starting) == (T + 50, "server 0 died: CUDA out of memory", 0, 45)
-
-
-def test_ranks_that_ended_together_are_one_interruption_whose_costs_are_added() -> None:
-    found = [Interruption((str(rank),), T + rank, "killed", f"n{rank // 2}", 10, 2, 4) for rank in range(4)]
-    found += [Interruption(("0",), T + 30, "killed", "n0", 10, None, 4)]
-    found += [Interruption(("1",), T + 5, "stopped by SIGTERM", "n1", 20)]
-    found += [Interruption(("2",), T + 500, "killed")]
-    killed, stopped, again, late = together(reversed(found))
-    assert (killed.name, killed.place) == ("4 ranks: 0-3", "2 places: n0, ...")
-    assert (killed.at, killed.away, killed.starting, killed.repeated) == (T, 40, 8, 16)
-    assert (stopped.name, stopped.why, stopped.starting) == ("1", "stopped by SIGTERM", None)
-    assert (again.name, late.name) == ("0", "2")
+# attempts ------------------------------------------------------------------------------------------------------------
 
 
 def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> dict[str, Table]:
@@ -187,20 +127,31 @@ def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> di
         home.mkdir()
         (home / HISTORY).write_bytes(b"".join(record.to_line() for record in records))
         states.append(RankState("", number, home, state))
-    return {table.title: table for table in gather(RunState("folder", False, T, ranks=states), Prices()).tables}
+    return {table.title: table for table in gather(RunState("folder", False, T, ranks=states)).tables}
 
 
-def test_what_is_not_known_of_an_interruption_is_told(tmp_path: Path) -> None:
-    table = report_of(tmp_path, [start(1, 0), line(1, 0, 0)])["What interruptions cost"]
-    assert table.rows[0][-3:] == ["none yet", "", "not known"]
-    assert "it is not known how many requests were sent again" in table.note
+def test_the_way_an_attempt_ended_is_told(tmp_path: Path) -> None:
+    records: list[Record] = [start(1, 0, job="77_1"), End(at=T + 9, attempt=1, why="stopped", what="SIGTERM")]
+    records += [start(2, 20), End(at=T + 30, attempt=2, why="error", what="DiskFull: no room")]
+    records += [start(3, 40), line(3, 45, 5, in_flight=3)]
+    records += [start(4, 60), End(at=T + 70, attempt=4, why="done")]
+    table = report_of(tmp_path, records, state="finished")["Attempts that ended early"]
+    assert table.rows == [
+        ["0", "1", clock(T), clock(T + 9), "stopped by SIGTERM", "node7, Slurm job 77_1", "0"],
+        ["0", "2", clock(T + 20), clock(T + 30), "DiskFull: no room", "node7", "0"],
+        ["0", "3", clock(T + 40), clock(T + 45), "killed", "node7", "3"],
+    ]
 
 
-def test_interruptions_beyond_a_hundred_are_counted_and_the_longest_shown(tmp_path: Path) -> None:
+def test_an_attempt_that_still_runs_has_not_ended(tmp_path: Path) -> None:
+    history = [start(1, 0), line(1, 60, 5, in_flight=3)]
+    assert "Attempts that ended early" not in report_of(tmp_path, history, state="running")
+
+
+def test_attempts_beyond_a_hundred_are_counted_and_the_last_shown(tmp_path: Path) -> None:
     records = [start(number, 100 * number + number**2) for number in range(151)]
-    table = report_of(tmp_path, records, state="running")["What interruptions cost"]
-    assert table.note.startswith("150 interruptions cost")
-    assert table.note.endswith("These are the 100 longest of 150.")
+    table = report_of(tmp_path, records, state="running")["Attempts that ended early"]
+    assert table.note.endswith("These are the last 100 of 150.")
     assert len(table.rows) == 100
 
 
@@ -217,30 +168,10 @@ def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path: Path) 
 
     first = [start(1, 0), spread(1, 900), spread(1, 900, 950), start(2, 1), spread(2, 90_000)]
     table = report_of(tmp_path, first, [start(1, 0), spread(1, 0.5)])["Requests"]
-    assert table.note.startswith("4 requests;")
+    assert table.note.startswith("4 of 0 requests;")
     latency, prompt = table.rows
-    assert latency == ["latency", "1 s", "92.7 s", "92.7 s", "92.7 s"]
+    assert latency == ["latency, ms", "1,024", "92,682", "92,682", "92,682"]
     assert prompt == ["prompt tokens", "8", "8", "8", "8"]
-
-
-# prices --------------------------------------------------------------------------------------------------------------
-
-
-def run_of(seconds: float, ranks: int = 2, **work: Any) -> RunState:
-    states = [RankState("", number, Path(), "finished", seconds=seconds) for number in range(ranks)]
-    totals = Totals(counts=DocumentCounts(1000, 1000), work=WorkCounts(**work))
-    return RunState("folder", False, T, ranks=states, totals=totals)
-
-
-def test_gpus_and_tokens_cost_what_their_prices_say() -> None:
-    run = run_of(7200, prompt_tokens=3_000_000, completion_tokens=1_000_000)
-    found = {one.label: one.value for one in costs(run, Prices(2.5, (0.1, 0.4), 8), 360)}
-    assert found["GPU hours"] == pytest.approx(32)
-    assert found["Cost of GPUs"] == pytest.approx(80)
-    assert found["Lost to interruptions"] == pytest.approx(2)
-    assert found["Cost of tokens"] == pytest.approx(0.7)
-    assert found["Cost"] == pytest.approx(80.7)
-    assert list(costs(run, Prices(), 0)) == []
 
 
 def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> None:
@@ -254,24 +185,20 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> No
                 for _ in range(minute):
                     spread.milliseconds.count(5)
                 records.append(spread)
-    data = b"".join(record.to_line() for record in records)
-    log = parse_log(data, 30)
-    assert [attempt.number for attempt in log.attempts] == [1, 2, 3]
-    assert sum(len(attempt.minutes) for attempt in log.attempts) <= 30 + 8
-    for attempt in log.attempts:
-        first = 300 * attempt.number
-        assert [attempt.minutes[0].documents.read, attempt.minutes[-1].documents.read] == [first, first + 299]
-        assert attempt.spread.milliseconds == {int(4 * 2.3219280948) + 1: 299}
+    history = parse_history([record.to_line() for record in records], 30)
+    assert [attempt.number for attempt in history.attempts] == [1, 2, 3]
+    assert len(history.minutes) <= 30 + 8
+    for number in (1, 2, 3):
+        first = 300 * number
+        known = [minute.documents.read for minute in history.minutes if minute.attempt == number]
+        assert [known[0], known[-1]] == [first, first + 299]
+    assert [spread.milliseconds for spread in history.spreads] == [{int(4 * 2.3219280948) + 1: 299}] * 3
 
 
 # reading -------------------------------------------------------------------------------------------------------------
 
 
-def test_torn_and_damaged_lines_cost_themselves_only() -> None:
-    data = b"".join(record.to_line() for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)])
-    lines = data.splitlines(keepends=True)
-    assert parse_log(data[:-5]).damaged == 0
-    assert parse_log(data[:-5]) == parse_log(b"".join(lines[:3]))
-    damaged = parse_log(lines[0] + lines[1][:-9] + b"x" * 8 + b"\n" + b"\x00\n" + b"".join(lines[2:]))
-    assert damaged.damaged == 2
-    assert [minute.documents.read for minute in damaged.attempts[0].minutes] == [30, 60]
+def test_damaged_lines_cost_themselves_only() -> None:
+    lines = [record.to_line() for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)]]
+    damaged = [lines[0], lines[1][:-9] + b"x" * 8 + b"\n", b"\x00\n", *lines[2:]]
+    assert [minute.documents.read for minute in parse_history(damaged, 9).minutes] == [30, 60]

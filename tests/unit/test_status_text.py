@@ -17,4 +17,4 @@ def test_dead_letters_of_unfinished_chunks_count_and_each_document_is_in_one_pla
     rank.dead_letters = Counter({"ValueError: no": 2})
     lines = list(describe(RunState("c", False, 1000.0, ranks=[rank], totals=add_up([rank], 1000.0))))
     assert "  documents  14 done: 8 written in 1 chunk, 1 dropped, 3 dead, 2 in 1 unfinished chunk" in lines
-    assert "  dead       3: 2 ValueError: no, 1 in unfinished chunks" in lines
+    assert "  dead       3: 2 ValueError: no; 1 in unfinished chunks" in lines

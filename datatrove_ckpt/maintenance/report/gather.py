@@ -4,49 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import orjson
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.history_read import AttemptSummary, History, read_history
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.formatting import duration, figure, percent, plural, short
-from datatrove_ckpt.maintenance.report.histories import (
-    NO_WORD,
-    Interruption,
-    RankLog,
-    interruptions,
-    read_log,
-    time_axis,
-    together,
-)
-from datatrove_ckpt.maintenance.report.page import Chart, Figure, Page, Table, Tone, clock
+from datatrove_ckpt.errors import StorageFailed
+from datatrove_ckpt.formatting import figure, percent, plural
+from datatrove_ckpt.maintenance.report.histories import time_axis
+from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
 
 _PROGRESS_LINES = 30_000
 """Lines about progress to read in sum. More of them would cost seconds, and no screen could show them."""
-_LEAST_LINES, _MOST_LINES = 30, 400  # of one rank
-_MAX_CAUSES, _MAX_KINDS, _MAX_INTERRUPTIONS = 50, 6, 100
+_LEAST_LINES = 30  # of one rank
+_MOST_LINES = 400
+_MAX_CAUSES = 50
+_MAX_ATTEMPTS = 100
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices in any currency.
-
-    Attributes:
-        gpu_hour: of one GPU for an hour; None: GPUs cost nothing.
-        million_tokens: of a million prompt tokens, and of a million completion tokens.
-        gpus_per_rank: that one rank uses; None: as the YAML file says, else 1.
-    """
-
-    gpu_hour: float | None = None
-    million_tokens: tuple[float, float] | None = None
-    gpus_per_rank: int | None = None
 
 
 @dataclass
@@ -54,23 +37,29 @@ class _Rank:
     """One rank with its history."""
 
     state: RankState
-    log: RankLog
+    history: History
 
     @property
     def key(self) -> str:
-        return f"{self.state.root}, {self.state.rank}" if self.state.root else str(self.state.rank)
+        return f"{self.state.root}/{self.state.rank}".lstrip("/")
 
     @property
     def runs(self) -> bool:
         return self.state.state == "running"
 
+    @property
+    def ended_early(self) -> list[AttemptSummary]:
+        """The attempts that ended before the rank was done."""
+        last = self.history.attempts[-1:] if self.runs else []
+        return [attempt for attempt in self.history.attempts if attempt.why != "done" and attempt not in last]
 
-def gather(run: RunState, prices: Prices) -> Page:
+
+def gather(run: RunState) -> Page:
     """Reads the histories of all ranks, and makes the page. Changes nothing."""
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
-    ranks = [_Rank(state, read_log(state.folder / HISTORY, lines)) for state in states]
-    found = [each for one in ranks for each in interruptions(one.key, one.log, one.runs)]
+    ranks = [_Rank(state, _history(state.folder / HISTORY, lines)) for state in states]
+    ended = [(one.key, attempt) for one in ranks for attempt in one.ended_early]
     state = _overall(run)
     return Page(
         where=run.what,
@@ -81,11 +70,18 @@ def gather(run: RunState, prices: Prices) -> Page:
         version=__version__,
         age=f"{age(run).capitalize()}.",
         sums=[("ranks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
-        costs=list(costs(run, prices, sum(one.starting or 0.0 for one in found))),
-        charts=list(_charts(ranks, found, run.read_at)),
-        tables=[table for table in _tables(run, ranks, found) if table.rows],
+        charts=list(_charts(ranks, [attempt.last_seen for _, attempt in ended], run.read_at)),
+        tables=[table for table in _tables(run, ranks, ended) if table.rows],
         missing=list(_missing(run, ranks)),
     )
+
+
+def _history(path: Path, most: int) -> History:
+    """What cannot be read, or is no file, has no attempts: ``status`` says what is damaged."""
+    with suppress(StorageFailed):
+        if path.is_file():
+            return read_history(str(path), most)
+    return History()
 
 
 def _overall(run: RunState) -> str:
@@ -97,143 +93,81 @@ def _overall(run: RunState) -> str:
 
 
 def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
-    if without := sum(not one.log.attempts for one in ranks):
-        have = "has" if without == 1 else "have"
+    without = sum(not one.history.attempts for one in ranks)
+    if without:
         yield (
-            f"{without} of {plural(len(ranks), 'rank')} {have} no history: an earlier release does not write one. "
-            "Charts over time are without them; sums are not."
+            f"No history: {without} of {plural(len(ranks), 'rank')}. An earlier release does not write one. Charts "
+            "over time are without them; sums are not."
         )
-    if damaged := sum(one.log.damaged for one in ranks):
-        yield f"{plural(damaged, 'damaged line')} of histories could not be read and was left out."
     if not run.totals.exact:
         yield "Documents of chunks that are not committed are as of the last line of each history."
-
-
-def costs(run: RunState, prices: Prices, wasted_seconds: float) -> Iterator[Figure]:
-    """One figure for each price, the sum, and what that means for a million documents.
-
-    Args:
-        wasted_seconds: of ranks that worked, but only waited for servers after an interruption.
-    """
-    amounts: list[tuple[str, float, str]] = []
-    total = 0.0
-    if prices.gpu_hour is not None and (gpus := prices.gpus_per_rank):
-        hours = sum(rank.seconds for rank in (*run.ranks, *run.retries)) * gpus / 3600
-        total += hours * prices.gpu_hour
-        with_gpus = f"{plural(len(run.ranks), 'rank')} with {plural(gpus, 'GPU')} each"
-        yield Figure("GPU hours", hours, short(hours), with_gpus)
-        amounts.append(("Cost of GPUs", total, f"at {money(prices.gpu_hour)} per GPU hour"))
-        lost = wasted_seconds * gpus / 3600 * prices.gpu_hour
-        amounts.append(("Lost to interruptions", lost, f"{duration(wasted_seconds)} of starting again"))
-    if prices.million_tokens is not None:
-        prompt, completion = prices.million_tokens
-        cost = (_tokens(run, "prompt_tokens") * prompt + _tokens(run, "completion_tokens") * completion) / 1e6
-        total += cost
-        per = money(prompt) if prompt == completion else f"{money(prompt)} and {money(completion)}"
-        amounts.append(("Cost of tokens", cost, f"at {per} per million tokens"))
-    if amounts:
-        done = run.totals.documents
-        amounts.append(("Cost", total, f"{money(total / done * 1e6)} per million documents" if done else ""))
-    yield from (Figure(label, amount, money(amount), note) for label, amount, note in amounts)
-
-
-def _tokens(run: RunState, kind: str) -> int:
-    """What was paid for: also for documents that are not done, as far as attempts that were killed had noted it."""
-    return sum(
-        max(getattr(sums.work, kind), getattr(sums.counts, kind) + getattr(sums.unfinished, kind))
-        for sums in (run.totals, run.retried)
-    )
-
-
-def money(amount: float) -> str:
-    """An amount without a currency: "308.50", "12,345", "0.0021"."""
-    if amount and abs(amount) < 0.1:
-        return f"{amount:.2g}"
-    return f"{amount:,.2f}" if abs(amount) < 10_000 else f"{amount:,.0f}"
 
 
 # charts and tables ---------------------------------------------------------------------------------------------------
 
 
-def _charts(ranks: Sequence[_Rank], found: Sequence[Interruption], now: float) -> Iterator[Chart]:
-    time = time_axis([one.log for one in ranks], now if any(one.runs for one in ranks) else None)
+def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Iterator[Chart]:
+    until = [now for one in ranks if one.runs]
+    time = time_axis([one.history for one in ranks], *until[:1])
     if time is None:
         return
     for one in ranks:
         if not one.state.root:  # retries read documents that were read before: they are not summed
-            time.add(one.log, now if one.runs else None)
-    edges, cuts = time.edges.tolist(), time.count(one.at for one in found)
+            time.add(one.history, now if one.runs else None)
+    edges = time.edges.tolist()
+    cuts = time.count(ended)
     finished = [round(value) for value in (time.documents.cumsum() + time.before).tolist()]
     yield Chart("Documents finished", edges, {"documents": finished}, cuts)
     yield Chart("Documents per second", edges, {"documents per second": time.rate(time.documents)}, cuts)
     tokens = {"prompt": time.rate(time.prompt_tokens), "completion": time.rate(time.completion_tokens)}
     yield Chart("Tokens per second", edges, tokens, cuts)
-    kinds = sorted(time.errors.items(), key=lambda item: float(item[1].sum()), reverse=True)
-    if rest := kinds[_MAX_KINDS:]:
-        kinds[_MAX_KINDS:] = [(f"{len(rest)} other kinds", np.sum([values for _, values in rest], axis=0))]
-    shown = {f"{kind}: {figure(round(float(values.sum())))}": values for kind, values in kinds if values.sum() > 0}
-    if shown:
-        lines = {label: [round(value, 4) for value in values.tolist()] for label, values in shown.items()}
-        yield Chart("Errors over time", edges, lines, cuts)
+    if time.errors.any():
+        yield Chart("Errors over time", edges, {"errors": np.round(time.errors, 4).tolist()}, cuts)
 
 
-def _tables(run: RunState, ranks: Sequence[_Rank], found: Sequence[Interruption]) -> Iterator[Table]:
-    yield _interruptions(together(found))
+def _tables(run: RunState, ranks: Sequence[_Rank], ended: Sequence[tuple[str, AttemptSummary]]) -> Iterator[Table]:
+    yield _attempts(ended)
     causes = run.causes
     dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
     yield Table("Dead letters", ("cause", "documents#", "#"), dead)
-    yield _spreads([one.log for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
+    yield _spreads([one.history for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
     yield _ranks(ranks)
     known = run.identity.items()
     identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
     yield Table("Identity", ("name", "value"), identity)
-    yield Table("Changed with accept_changes", ("name", "some documents", "other documents"), run.mixed)
 
 
-def _interruptions(found: Sequence[Interruption]) -> Table:
-    worst = sorted(found, key=lambda one: one.seconds, reverse=True)[:_MAX_INTERRUPTIONS]
-    known = sum(one.repeated or 0 for one in found)
-    again = f", and {plural(known, 'request')} sent again" if known else ""
-    if any(one.repeated is None and one.why == NO_WORD for one in found):
-        again = ", and it is not known how many requests were sent again"
-    lost = duration(sum(one.seconds for one in found))
-    note = (
-        f"{plural(sum(len(one.ranks) for one in found), 'interruption')} cost {lost} of ranks' time{again}. "
-        "Pause: nothing ran. Start-up: until servers were ready. Times of several ranks are their sums. "
-        "Without a word: kill -9, out of memory, or a node that is gone."
-    )
-    if len(worst) < len(found):
-        note += f" These are the {len(worst)} longest of {len(found)}."
-    columns = ("rank", "last sign of life", "how it ended", "where", "pause#", "start-up#", "sent again#")
-    rows = [_interruption(one) for one in sorted(worst, key=lambda one: one.at)]
-    return Table("What interruptions cost", columns, rows, note)
+def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
+    newest = sorted(ended, key=lambda pair: pair[1].last_seen)[-_MAX_ATTEMPTS:]
+    note = "Killed: kill -9, out of memory, or a node that is gone. In flight: requests that were sent again."
+    if len(newest) < len(ended):
+        note += f" These are the last {len(newest)} of {len(ended)}."
+    columns = ("rank", "attempt#", "started", "last sign of life", "how it ended", "where", "in flight#")
+    rows = []
+    for rank, one in newest:
+        times = (clock(one.started), clock(one.last_seen))
+        rows.append([rank, f"{one.number}", *times, one.how_it_ended, one.place, figure(one.in_flight)])
+    return Table("Attempts that ended early", columns, rows, note)
 
 
-def _interruption(one: Interruption) -> list[str]:
-    unknown = "not known" if one.why == NO_WORD else ""
-    away = "none yet" if one.away is None else duration(one.away)
-    starting = "" if one.starting is None else duration(one.starting)
-    again = unknown if one.repeated is None else figure(one.repeated)
-    return [one.name, clock(one.at), one.why, one.place, away, starting, again]
-
-
-def _spreads(logs: Sequence[RankLog], requests: int) -> Table:
+def _spreads(histories: Sequence[History], requests: int) -> Table:
     """Latency and tokens of all requests that servers answered, from the histograms of each attempt.
 
     Args:
         requests: of all documents. Those of the last minutes before a kill are in no histogram.
     """
-    found = [attempt.spread for log in logs for attempt in log.attempts if attempt.spread is not None]
-    kinds = {"latency": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
-    rows, counted = [], 0
+    found = [spread for history in histories for spread in history.spreads]
+    kinds = {"latency, ms": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
+    rows = []
+    counted = 0
     for kind, name in kinds.items():
         buckets = Buckets(sum((Counter(getattr(one, name)) for one in found), Counter()))
-        if number := sum(buckets.values()):
+        number = sum(buckets.values())
+        if number:
             counted = max(counted, number)
             limits = [_limit(buckets, share * number) for share in (0.5, 0.9, 0.99, 1.0)]
-            rows.append([kind, *(duration(one / 1000) if kind == "latency" else figure(one) for one in limits)])
-    of = f" of {figure(requests)}" if counted < requests else ""
-    note = f"{figure(counted)}{of} requests; numbers are rounded up, by a fifth at most."
+            rows.append([kind, *map(figure, limits)])
+    note = f"{figure(counted)} of {figure(requests)} requests; numbers are rounded up, by a fifth at most."
     return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
 
 
@@ -248,16 +182,21 @@ def _limit(buckets: Buckets, number: float) -> float:
 
 
 def _ranks(ranks: Sequence[_Rank]) -> Table:
-    rows, tones = [], list[Tone]()
+    rows = []
+    tones: list[Tone] = []
     for one in ranks:
-        state, share = one.state, one.state.position.share
-        share = 1.0 if state.state == "finished" else share
-        tone = _TONES.get(state.state, "")
-        if tone != "critical":
-            tone = "warning" if state.trouble == "slow" else ""
+        state = one.state
+        tone: Tone = ""
+        if state.state in ("damaged", "failed"):
+            tone = "critical"
+        elif state.trouble == "slow":
+            tone = "warning"
         tones.append(tone)
-        done = "" if share is None else percent(share)
-        pace = figure(state.documents / state.seconds) if state.seconds else ""
+        done = pace = ""
+        if state.share is not None:
+            done = percent(state.share)
+        if state.seconds:
+            pace = figure(state.documents / state.seconds)
         numbers = (state.number_of_attempts, state.chunks, state.unfinished_chunks, state.counts.dead)
         rows.append([one.key, state.state, figure(state.documents), done, pace, *map(figure, numbers), state.reason])
     note = "Documents per second of all attempts together."

@@ -28,22 +28,6 @@ Value: TypeAlias = str | float | None
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One number of the costs.
-
-    Attributes:
-        value: the exact number.
-        text: as people read it.
-        note: a few words below it.
-    """
-
-    label: str
-    value: float
-    text: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Chart:
     """Lines over time, all in one unit.
 
@@ -97,7 +81,6 @@ class Page:
     version: str
     age: str = ""
     sums: Sequence[tuple[str, str]] = ()
-    costs: Sequence[Figure] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     missing: Sequence[str] = ()
@@ -113,18 +96,11 @@ class Page:
             "about": element("p", name(self.where, 400), f"{as_of}. {self.age}"),
             "notes": joined(element("p", line, class_="note") for line in self.missing),
             "sums": element("dl", *topics, class_="sums"),
-            "figures": element("dl", *map(_figure, self.costs), class_="figures") if self.costs else "",
             "sections": joined([*map(_chart, self.charts), *map(_table, self.tables)]),
             "footer": escaped(f"Written by datatrove-ckpt {self.version}{as_of}."),
         }
         template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
         return Template(template).substitute(parts)
-
-
-def _figure(one: Figure) -> Markup:
-    text = element("dd", one.text, class_="value", data_value=repr(one.value))
-    remark = element("dd", one.note, class_="remark") if one.note else ""
-    return element("div", element("dt", one.label), text, remark, class_="figure")
 
 
 def _table(table: Table) -> Markup:
@@ -146,12 +122,11 @@ def _table(table: Table) -> Markup:
 
 _WIDTH, _HEIGHT = 508, 210
 _TOP, _LEFT, _RIGHT, _FLOOR = 10, 52, 14, 182
-_TIME_STEPS = (1, 5, 15, 30, 60, 300, 900, 1800, 3600, 7200, 10800, 21600, 43200)
-_DAY = 86400
 
 
 def _chart(chart: Chart) -> Markup:
-    edges, shown = chart.edges, [(shortened(line, _MAX_LEGEND), values) for line, values in chart.lines.items()]
+    edges = chart.edges
+    shown = [(shortened(line, _MAX_LEGEND), values) for line, values in chart.lines.items()]
     known = (value for _, values in shown for value in values if value is not None)
     marks = ticks(max(known, default=0.0))
 
@@ -166,11 +141,13 @@ def _chart(chart: Chart) -> Markup:
         kind = "grid" if value else "axis"
         parts.append(element("path", d=f"M{_LEFT} {number(y(value))}H{_WIDTH - _RIGHT}", class_=kind))
         parts.append(element("text", short(value), x=_LEFT - 8, y=y(value) + 4, text_anchor="end"))
-    for at, when in time_ticks(edges[0], edges[-1]):
+    for at, anchor in ((edges[0], "start"), (edges[-1], "end")):
         parts.append(element("path", d=f"M{number(x(at))} {_FLOOR}v5", class_="axis"))
-        parts.append(element("text", when, x=x(at), y=_FLOOR + 20, text_anchor="middle"))
+        parts.append(element("text", clock(at), x=x(at), y=_FLOOR + 20, text_anchor=anchor))
     middles = [x((low + end) / 2) for low, end in pairwise(edges)]
+    note = ""
     if any(chart.interruptions):
+        note = element("p", "Red triangles: attempts that ended unfinished.")
         cut = (number(at) for at, count in zip(middles, chart.interruptions, strict=True) if count)
         parts.append(element("path", d="".join(f"M{at} {_FLOOR + 1}l-4 7h8z" for at in cut), class_="cut"))
     for index, (_, values) in enumerate(shown):
@@ -179,12 +156,11 @@ def _chart(chart: Chart) -> Markup:
     for index, (low, end) in enumerate(pairwise(edges)):
         lines = [clock(low)]
         lines += [f"{figure(values[index] or 0)} {line}" for line, values in shown if values[index]]
-        if count := chart.interruptions[index]:
-            lines.append(f"interruptions: {count}")
+        if chart.interruptions[index]:
+            lines.append(f"interruptions: {chart.interruptions[index]}")
         title = element("title", "\n".join(lines))
         parts.append(element("rect", title, x=x(low), y=_TOP, width=x(end) - x(low), height=_FLOOR, class_="hit"))
     keys = [element("span", element("i", class_=f"key s{index}"), name(line)) for index, (line, _) in enumerate(shown)]
-    note = element("p", "Red triangles: attempts that ended unfinished.") if any(chart.interruptions) else ""
     drawing = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=chart.title)
     return element("section", element("h2", chart.title), note, element("div", *keys, class_="legend"), drawing)
 
@@ -206,15 +182,6 @@ def ticks(high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(high / 5))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * 5 >= high * (1 - 1e-9))
     return [step * index for index in range(math.ceil(high / step - 1e-9) + 1)]
-
-
-def time_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Round times of UTC between two Unix times, with labels; four at most."""
-    rough = (high - low) / 4
-    step = next((step for step in _TIME_STEPS if step >= rough), math.ceil(rough / _DAY) * _DAY)
-    form = "%b %d" if step >= _DAY else "%b %d, %H:%M" if step >= 60 else "%H:%M:%S"
-    first = math.ceil(low / step) * step
-    return [(at, f"{datetime.fromtimestamp(at, UTC):{form}}") for at in range(first, math.floor(high) + 1, step)]
 
 
 def clock(at: float) -> str:
@@ -255,7 +222,7 @@ def joined(children: Iterable[str]) -> Markup:
 
 def escaped(text: str) -> Markup:
     """A text, for content and for attributes. Characters that no page may hold become U+FFFD."""
-    return Markup(escape(text if text.isascii() and text.isprintable() else _UNSHOWN.sub("\ufffd", text)))
+    return Markup(escape(_UNSHOWN.sub("\ufffd", text)))
 
 
 def name(text: str, limit: int = _MAX_NAME) -> Markup:
@@ -265,8 +232,10 @@ def name(text: str, limit: int = _MAX_NAME) -> Markup:
 
 def shortened(text: str, limit: int) -> str:
     """The text with "..." in its middle if it has more than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
     half = (limit - 3) // 2
-    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def number(value: float) -> str:

@@ -1,0 +1,242 @@
+"""Reads ``history.jsonl``: attempts, what happened to servers, and as many of the minutes as are needed.
+
+``status`` needs the last minutes, and ``report`` an even share of all of them. A minute line takes longer to parse than
+all else that is read of a rank, so the others are not parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from datatrove_ckpt.checkpoint.history_records import (
+    End,
+    Progress,
+    Record,
+    ServerEvent,
+    Spread,
+    Start,
+    is_progress_line,
+    parse_line,
+)
+from datatrove_ckpt.checkpoint.lines import BODY_AT, last_lines
+
+RATE_SECONDS = 300.0
+"""Rates are those of so many last seconds, at least."""
+_MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
+_EVENTS = tuple(b'"k":"%s"' % kind.KIND.encode() for kind in (Start, End, ServerEvent))
+_SPREAD = b'"k":"%s"' % Spread.KIND.encode()
+_HEAD = re.compile(rb'"k":"progress","at":([0-9]+(?:\.[0-9]+)?),"n":([0-9]+),')
+
+
+@dataclass(slots=True)
+class AttemptSummary:
+    """One start of a rank until its end.
+
+    Attributes:
+        number: from 1.
+        started, last_seen: times of its first and last line.
+        ended: time of its end line; None: it still runs, or ended without a word.
+        why: "done", "stopped", "error", or "" if there is no end line.
+        what: what stopped it, or the error.
+        without_a_word: it ended, and no line says so.
+        in_flight: requests in flight at its last line.
+        own: the documents that it finished until its last line.
+    """
+
+    number: int
+    started: float
+    last_seen: float
+    ended: float | None = None
+    why: str = ""
+    what: str = ""
+    host: str = ""
+    pid: int | None = None
+    slurm_job: str | None = None
+    version: str = ""
+    without_a_word: bool = False
+    in_flight: int = 0
+    own: int = 0
+
+    def take(self, record: Record) -> None:
+        """Adds what a line says."""
+        self.last_seen = max(self.last_seen, record.at)
+        if isinstance(record, Start):
+            self.host = record.host
+            self.pid = record.pid
+            self.slurm_job = record.job
+            self.version = record.version
+            self.started = min(self.started, record.at)
+        elif isinstance(record, End):
+            self.ended = record.at
+            self.why = record.why
+            self.what = record.what
+        elif isinstance(record, Progress):
+            self.in_flight = record.in_flight
+            self.own = record.own.documents
+
+    @property
+    def how_it_ended(self) -> str:
+        """A few words."""
+        if self.ended is None:
+            return "killed"
+        what = self.what.partition("\n")[0]
+        if self.why == "stopped" and what:
+            return f"stopped by {what}"
+        return what or self.why
+
+    @property
+    def place(self) -> str:
+        """Host and Slurm job."""
+        if self.slurm_job:
+            return f"{self.host}, Slurm job {self.slurm_job}"
+        return self.host
+
+
+@dataclass(slots=True)
+class Rates:
+    """Per second."""
+
+    documents: float = 0.0
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    input: float = 0.0
+    """In the input's unit."""
+
+    def add(self, other: Rates, factor: float = 1.0) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name) * factor)
+
+
+@dataclass(slots=True)
+class History:
+    """A rank's history, as far as it was parsed.
+
+    Attributes:
+        attempts: by ascending numbers.
+        minutes: progress lines, the last one of each attempt among them.
+        spreads: the last line of each attempt, which has all of its requests. Only with minutes.
+        servers: what happened to servers in the newest attempt.
+        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as there are lines: the last
+            one is the second. None if it has ended.
+    """
+
+    attempts: list[AttemptSummary] = field(default_factory=list)
+    minutes: list[Progress] = field(default_factory=list)
+    spreads: list[Spread] = field(default_factory=list)
+    servers: list[ServerEvent] = field(default_factory=list)
+    window: tuple[Progress, Progress] | None = None
+
+    @property
+    def last(self) -> Progress | None:
+        """The newest progress line; None if there is none."""
+        return next(reversed(self.minutes), None)
+
+    @property
+    def last_at(self) -> float | None:
+        """Time of the newest line."""
+        return max((attempt.last_seen for attempt in self.attempts), default=None)
+
+    @property
+    def seconds(self) -> float:
+        """Between the two lines of the window; 0 without them."""
+        if self.window is None:
+            return 0.0
+        return self.window[1].at - self.window[0].at
+
+    def rates(self) -> Rates:
+        """Of the last minutes of the newest attempt."""
+        seconds = self.seconds
+        if self.window is None or seconds <= 0:
+            return Rates()
+        then, last = self.window
+        names = ("documents", "requests", "prompt_tokens", "completion_tokens")
+        grown = [getattr(last.own, name) - getattr(then.own, name) for name in names]
+        grown.append(last.position.done - then.position.done)
+        return Rates(*(max(0, number) / seconds for number in grown))
+
+
+def read_history(path: str, most: int = 0) -> History:
+    """Reads a ``history.jsonl``. A missing file has no attempts.
+
+    Args:
+        most: progress lines to parse besides the first and the last one of each attempt; 0: only the last ones.
+
+    Raises:
+        StorageFailed: it cannot be read.
+    """
+    return parse_history(last_lines(path, None if most else _MAX_BYTES), most)
+
+
+def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
+    """The history in these lines. Damaged lines are left out."""
+    found = History()
+    attempts: dict[int, AttemptSummary] = {}
+    step = 0
+    if most:
+        step = len(lines) // most + 1
+
+    def take(record: Record | None) -> None:
+        if record is not None:
+            attempt = attempts.setdefault(record.attempt, AttemptSummary(record.attempt, record.at, record.at))
+            attempt.take(record)
+        if isinstance(record, Progress):
+            found.minutes.append(record)
+        elif isinstance(record, Spread):
+            found.spreads.append(record)
+        elif isinstance(record, ServerEvent):
+            found.servers.append(record)
+
+    def end_attempt() -> None:
+        """Takes the lines of an attempt that are not events."""
+        chosen = [*minutes[-1:], *spreads[-1:]]
+        if step:
+            chosen = [*minutes[:-1:step], *chosen]
+        for line in chosen:
+            take(parse_line(line))
+
+    minutes: list[bytes] = []
+    spreads: list[bytes] = []
+    for line in lines:
+        if is_progress_line(line):
+            minutes.append(line)
+        elif step and line.startswith(_SPREAD, BODY_AT):
+            spreads.append(line)
+        elif line.startswith(_EVENTS, BODY_AT):
+            record = parse_line(line)
+            if isinstance(record, Start):
+                end_attempt()
+                minutes = []
+                spreads = []
+                found.servers = []
+            take(record)
+    end_attempt()
+    found.attempts = [attempts[number] for number in sorted(attempts)]
+    for attempt in found.attempts[:-1]:
+        attempt.without_a_word = attempt.ended is None
+    if found.last is not None and found.attempts[-1].ended is None:
+        found.window = _window(minutes, found.attempts[-1].number, found.last)
+    return found
+
+
+def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
+    """The last line of the newest attempt, and before it the one that is ``RATE_SECONDS`` older, or the first one.
+
+    Of the lines between them, only the time is read.
+    """
+    oldest = b""
+    for line in reversed(minutes):
+        head = _HEAD.match(line, BODY_AT)
+        if head is None:
+            continue
+        if int(head[2]) != attempt:
+            break
+        oldest = line
+        if last.at - float(head[1]) >= RATE_SECONDS - 1:
+            break
+    first = parse_line(oldest)
+    if isinstance(first, Progress):
+        return first, last
+    return last, last

@@ -182,7 +182,9 @@ def _stuck(recent: History, last: Progress, now: float) -> str:
         server = "its server"
         if " " in event.name:  # of one of several models
             server = f"{server} {event.name}"
-        text = f"{nothing}: {server} {words[event.what]} since {duration(now - event.at)}"
+        text = f"{nothing}: {server} {words[event.what]}"
+        if event.what != "death":
+            return f"{text} since {duration(now - event.at)}"
         return f"{text} ({event.why})" if event.why else text
     text = f"{nothing}: {plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
     if recent.window is not None:

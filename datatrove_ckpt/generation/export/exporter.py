@@ -228,9 +228,7 @@ class Tracking:
     def _running_sender(self) -> subprocess.Popen[bytes] | None:
         """Starts the sender if no process has one. None: another process has it."""
         if self.sender is not None and self.sender.poll() is not None:
-            with self.sender:  # closes its pipes
-                self._could_not_send(f"its process has ended with code {self.sender.returncode}")
-            self.sender = None
+            self._has_ended(self.sender)
         if self.sender is None and files.lock_holder(self._root / TRACKING_LOCK) is None:
             command = [sys.executable, "-P", "-m", "datatrove_ckpt.cli.track", str(self._root)]
             pipe = subprocess.PIPE
@@ -254,7 +252,7 @@ class Tracking:
             if select.select([sender.stdout], [], [], 0.1)[0]:  # a signal may shorten the time meanwhile
                 line = sender.stdout.readline().decode("utf-8", "replace")
                 if not line:
-                    self._could_not_send(f"its process has ended with code {sender.wait()}")
+                    self._has_ended(sender)
                     return
                 number, _, problem = line.rstrip().partition(" ")
                 answered = int(number)
@@ -271,10 +269,18 @@ class Tracking:
             logger.info(f"monitoring: {self._where} is up to date again.")
             self._failed = False
 
+    def _has_ended(self, sender: subprocess.Popen[bytes]) -> None:
+        with sender:  # waits for it, and closes its pipes
+            self.sender = None
+        if sender.returncode:  # else another process has taken the lock at the same time
+            self._could_not_send(f"its process has ended with code {sender.returncode}")
+
     def _write(self, sender: subprocess.Popen[bytes], line: bytes) -> None:
         assert sender.stdin is not None
+        rest = memoryview(line + b"\n")
         with suppress(OSError):  # it has ended
-            sender.stdin.write(line + b"\n")
+            while rest:
+                rest = rest[sender.stdin.write(rest) :]
 
     def _could_not_send(self, why: str) -> None:
         self._warn(

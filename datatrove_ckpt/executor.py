@@ -65,7 +65,8 @@ if TYPE_CHECKING:
     from datatrove_ckpt.claims.progress import Progress
 
 _DEPENDENCY_POLL = 120.0  # seconds
-_CLAIMS_POLL, _REMOTE_CLAIMS_POLL = 2.0, 15.0  # seconds
+_CLAIMS_POLL = 2.0  # seconds
+_REMOTE_CLAIMS_POLL = 15.0
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
@@ -143,7 +144,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return self.run_ranks()
         if self.workers == 1:  # other workers have loops of their own
             refuse_nested("LocalPipelineExecutor.run")
-        retries, skip_completed = any(runner.retry_dead_letters for runner in runners), self.skip_completed
+        retries = any(runner.retry_dead_letters for runner in runners)
+        skip_completed = self.skip_completed
         self.skip_completed = skip_completed and not retries
         try:
             check_before_run(self)
@@ -267,7 +269,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         others = set(range(self.world_size)) - set(local)
         if self.get_incomplete_ranks(others, skip_completed=True):
             return
-        stats = sum([stats_of_complete(self.logging_dir, others)] * bool(others), start=stats)
+        if others:
+            stats = stats + stats_of_complete(self.logging_dir, others)
         with self.logging_dir.open("stats.json", "wt") as file:
             stats.save_to_disk(file)
 
@@ -430,7 +433,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return 1
         if self.ranks_at_once is not None:
             return self.ranks_at_once
-        return _RANKS_AT_ONCE if isinstance(runners[0].shared_context, Mapping | None) else 1
+        if isinstance(runners[0].shared_context, Mapping | None):
+            return _RANKS_AT_ONCE
+        return 1
 
     def _copy(self) -> LocalPipelineExecutor:
         copied = copy(self)
@@ -461,7 +466,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         from datatrove_ckpt.inference.servers.host import ServerHost
 
         (runner,) = (step for step in self.pipeline if isinstance(step, InferenceRunner))
-        seconds = runner.drain_seconds if runner.checkpoints_local_dir is not None else 0.0
+        if runner.checkpoints_local_dir is not None:
+            seconds = runner.drain_seconds
+        else:
+            seconds = 0.0
         preemption = Preemption(runner.drain_signals, seconds, runner.preemption_notice)
         at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
         make_servers = partial(ServerHost, preemption.shutdown)
@@ -626,7 +634,9 @@ def _as_counted(value: dict[str, float] | float) -> MetricStats:
     """A metric of a saved file, where a plain number is a sum of ones. datatrove would read it as one value."""
     if isinstance(value, dict):
         return MetricStats.from_dict(value)
-    return MetricStats(value, value, 1, 1, 1) if value else MetricStats(0, 1, 0, 0, 0)
+    if value:
+        return MetricStats(value, value, 1, 1, 1)
+    return MetricStats(0, 1, 0, 0, 0)
 
 
 def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:

@@ -275,7 +275,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         # Between two jobs there is none to cancel.
         with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
             file.write(str(time.time()))
-        jobs, left, why = self._alive(), [], ""
+        jobs = self._alive()
+        left = []
+        why = ""
         for job in jobs:
             try:
                 OPENING.run(
@@ -396,7 +398,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             why = "no other start would help"
         elif retries > self.max_retries:
             why = f"{plural(retries, 'start')} in turn without progress"
-        what = f"Job {job.url} ended as {stage}{f' ({said})' * bool(said)}"
+        what = f"Job {job.url} ended as {stage}"
+        if said:
+            what = f"{what} ({said})"
         if why:
             left = self._left(range(self.tasks))
             raise CkptError(
@@ -407,7 +411,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if stage == "COMPLETED":
             logger.info(f"Job {job.url} has ended: no task was free.")
         else:
-            again = f", without progress: {retries} of {self.max_retries}" if retries else ""
+            if retries:
+                again = f", without progress: {retries} of {self.max_retries}"
+            else:
+                again = ""
             logger.warning(f"{what}. Its tasks go on in another job{again}.")
         return retries
 
@@ -481,7 +488,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """The jobs of this run that wait or run, whoever has started them."""
         from huggingface_hub import list_jobs
 
-        labels, whose = {_LABEL: self._label}, {"namespace": self.namespace, "token": self.token}
+        labels = {_LABEL: self._label}
+        whose = {"namespace": self.namespace, "token": self.token}
         jobs = self._asked("The jobs cannot be listed", lambda: [*list_jobs(status=[*_ALIVE], labels=labels, **whose)])
         found = []
         for job in jobs:
@@ -578,7 +586,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         found = {name: os.environ.get(name) if value is None else value for name, value in wanted.items()}
         for name, value in found.items():
             if not value:
-                how = "Log in (hf auth login), or export" if name == "HF_TOKEN" else "Export"
+                if name == "HF_TOKEN":
+                    how = "Log in (hf auth login), or export"
+                else:
+                    how = "Export"
                 raise ConfigError(f"executor: secrets: {name} is not set here, and the jobs need it. {how} it.")
         return found
 
@@ -601,12 +612,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
     """Key, name and text of each value."""
     for key, values in settings.items():
-        named = (
-            values.items()
-            if isinstance(values, dict)
-            else enumerate([values] if isinstance(values, str) else values or ())
-        )
-        yield from ((key, str(name), str(value)) for name, value in named)
+        if isinstance(values, str):
+            values = [values]
+        if not isinstance(values, dict):
+            values = dict(enumerate(values or ()))
+        for name, value in values.items():
+            yield key, str(name), str(value)
 
 
 @contextmanager
@@ -628,7 +639,10 @@ def _of(some: Sequence[_Job], jobs: Sequence[_Job]) -> str:
 
 
 def _shown(jobs: Sequence[_Job]) -> str:
-    more = f" and {len(jobs) - _MOST_SHOWN} more" if len(jobs) > _MOST_SHOWN else ""
+    if len(jobs) > _MOST_SHOWN:
+        more = f" and {len(jobs) - _MOST_SHOWN} more"
+    else:
+        more = ""
     return ", ".join(job.url for job in jobs[:_MOST_SHOWN]) + more
 
 

@@ -40,7 +40,8 @@ VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 """An environment variable in a path."""
 _OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
 # Characters of a secret that a Redactor looks for: of one that we send, and of one that was found.
-_MIN_GIVEN, _MIN_FOUND = 4, 8
+_MIN_GIVEN = 4
+_MIN_FOUND = 8
 
 _SURE_NAME = re.compile(
     r"(^|[._ ])(api_?key|(secret|private|access|account|auth|signing|encryption|client)_?(key|token)|session_token|"
@@ -77,7 +78,8 @@ _PLACEHOLDER = re.compile(rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _RUN = re.compile(r"[A-Za-z0-9+=]+")
 _MIN_GUESSED = 8  # characters of a value that only may be a secret, by its name
-_MIN_SURE, _MIN_RUN = 4, 12
+_MIN_SURE = 4
+_MIN_RUN = 12
 _LOOKED_AT = 300  # characters of a prompt: a request that fails must not cost more than one that does not
 # Storage options that hold a secret although their names do not end like one.
 _SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
@@ -199,13 +201,17 @@ def hashed(name: str, value: object) -> str:
     slow one, the keyed one. So what was kept can be compared. A keyed one names its key: see ``same_value``.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
-    kind, digest, field = kept[1] if kept else None, kept[2] if kept else "", name.rpartition(".")[2]
+    kind = kept[1] if kept else None
+    digest = kept[2] if kept else ""
+    field = name.rpartition(".")[2]
     if kind is None:
         digest = digest or xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
-        kind, digest = "scrypt", _slow_hash(field, digest)
+        kind = "scrypt"
+        digest = _slow_hash(field, digest)
     if kind == "scrypt" and (key := os.environ.get(MIRROR_KEY_VARIABLE)):
         mark, digest = (hmac.digest(key.encode(), text.encode(), "sha256").hex() for text in ("", f"{field} {digest}"))
-        kind, digest = f"keyed-{mark[:8]}", digest[:32]
+        kind = f"keyed-{mark[:8]}"
+        digest = digest[:32]
     return f"hash {kind}-{digest}"
 
 
@@ -230,7 +236,9 @@ class Veil:
 
     def __repr__(self) -> str:
         value = shown(self.name, self.value)
-        return value if isinstance(value, str) else json.dumps(value, skipkeys=True)
+        if isinstance(value, str):
+            return value
+        return json.dumps(value, skipkeys=True)
 
 
 class Veiled:
@@ -246,7 +254,9 @@ class Veiled:
             value = vars(instance)[self._name]
         except KeyError:
             raise AttributeError(self._name) from None
-        return value.value if isinstance(value, Veil) else value
+        if isinstance(value, Veil):
+            return value.value
+        return value
 
     def __set__(self, instance: object, value: object) -> None:
         vars(instance)[self._name] = Veil(self._name, value)
@@ -281,7 +291,9 @@ class Key:
     @classmethod
     def wrap(cls, value: Self | str | None) -> Self | None:
         """``value`` as a Key; None stays None."""
-        return cls(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return cls(value)
+        return value
 
     def reveal(self) -> str:
         """The key itself. Never bind it to a name: tracebacks show the values of names."""

@@ -54,4 +54,6 @@ class SkippedLines(NamedTuple):
 
     def __str__(self) -> str:
         """A sentence for a closing line, with a space before it; empty if nothing was skipped."""
-        return f" Skipped: {self.text}." if self else ""
+        if self:
+            return f" Skipped: {self.text}."
+        return ""

@@ -36,7 +36,9 @@ from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.formatting import plural
 
-FREE, GIVEN_UP = "free", "given-up"  # they begin no other owner's name: those are hexadecimal, and sorted before
+# They begin no other owner's name: those are hexadecimal, and sorted before.
+FREE = "free"
+GIVEN_UP = "given-up"
 LAUNCH = "DATATROVE_CKPT_LAUNCH"
 """The environment variable whose value is the same for all workers that were launched together."""
 _RUN = "-run"  # the end of the name of an owner that runs all ranks
@@ -361,7 +363,9 @@ def new_owner(runs_all: bool = False) -> str:
 
 def has_ended(owner: str) -> bool:
     """Whether the owner was a process of this host and is no more. Its last beat may be a moment old."""
-    host, pid, started = owner[:8], int(owner[8:16], 16), int(owner[16:32], 16)
+    host = owner[:8]
+    pid = int(owner[8:16], 16)
+    started = int(owner[16:32], 16)
     if host != _host():
         return False
     if pid == os.getpid() and started == _started(pid):

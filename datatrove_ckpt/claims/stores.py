@@ -28,7 +28,9 @@ from datatrove_ckpt.retrying import STORAGE
 
 _NAME = re.compile(r"(\d+)-(\d+)(?:-([0-9a-z-]+))?")
 _BEATS = 5  # so many beats that did not come are a death
-_SETTLES, _HUB_SETTLES = 1.0, 5.0  # seconds until a listing has what was written before
+# Seconds until a listing has what was written before.
+_SETTLES = 1.0
+_HUB_SETTLES = 5.0
 _WORKERS = "workers"
 
 

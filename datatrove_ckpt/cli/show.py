@@ -39,7 +39,10 @@ def show(arguments: argparse.Namespace) -> int:
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
     most = _MOST if arguments.id is None else None
     with place_of(arguments) as place:
-        found = read_dead_letters(place) if arguments.dead else read_documents(place, arguments.output)
+        if arguments.dead:
+            found = read_dead_letters(place)
+        else:
+            found = read_documents(place, arguments.output)
         wanted = (arguments.grep or "").casefold()
         found = (one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold())
         found = (one for one in found if arguments.id in (None, one.id))

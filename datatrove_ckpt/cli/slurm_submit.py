@@ -56,12 +56,16 @@ def script(executor: SlurmPipelineExecutor) -> str:
     ranks = executor.get_incomplete_ranks()
     if not ranks:
         return f"# nothing to submit: {all_are(executor.tasks, 'task')} complete"
-    preview, jobs = copy.copy(executor), math.ceil(len(ranks) / executor.tasks_per_job)
+    preview = copy.copy(executor)
+    jobs = math.ceil(len(ranks) / executor.tasks_per_job)
     with tempfile.TemporaryDirectory() as folder:
         preview.slurm_logs_folder = folder
         arguments = preview.get_sbatch_args(jobs if preview.max_array_size == -1 else min(jobs, preview.max_array_size))
         srun = " ".join(["srun", *(f"--{key}={value}" for key, value in (preview.srun_args or {}).items())])
-        step = f"{srun} -l -n {preview.nodes_per_task} " if preview.with_srun else ""
+        if preview.with_srun:
+            step = f"{srun} -l -n {preview.nodes_per_task} "
+        else:
+            step = ""
         pickle = preview.logging_dir.resolve_paths("executor.pik")
         text: str = preview.get_launch_file_contents(arguments, f"{step}launch_pickled_pipeline {pickle}")
     return text.replace(folder, str(executor.slurm_logs_folder))
@@ -86,7 +90,10 @@ def refuse_queued(executor: SlurmPipelineExecutor) -> None:
     Raises:
         ConfigError: an earlier job of this run is still queued, or its state is unknown.
     """
-    jobs = json.loads(executor.logging_dir.cat_file(_JOBS)) if executor.logging_dir.isfile(_JOBS) else []
+    if executor.logging_dir.isfile(_JOBS):
+        jobs = json.loads(executor.logging_dir.cat_file(_JOBS))
+    else:
+        jobs = []
     queued = [job for job in map(str, jobs) if _is_queued(job, executor)]
     if queued:
         raise ConfigError(
@@ -138,21 +145,30 @@ def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str)
         executor.run()
         arrays = ids.found[:-1]
     except subprocess.CalledProcessError as error:
-        refused, arrays = error, ids.found
+        refused = error
+        arrays = ids.found
     if arrays:
         with executor.logging_dir.open(_JOBS, "w") as file:
             json.dump(arrays, file)
     if refused is not None:
-        there = f" Already submitted: job {', '.join(arrays)}." if arrays else " Nothing was submitted."
+        if arrays:
+            there = f" Already submitted: job {', '.join(arrays)}."
+        else:
+            there = " Nothing was submitted."
         raise CkptError(
             f"sbatch ended with exit code {refused.returncode}; its message is above.{there} The script is in "
             f"{executor.logging_dir.resolve_paths('launch_script.slurm')}."
         ) from refused
     if not arrays:
         return f"Nothing was submitted: {all_are(executor.tasks, 'task')} complete."
-    job, last, per_job = ",".join(arrays), ids.found[-1], executor.tasks_per_job
+    job = ",".join(arrays)
+    last = ids.found[-1]
+    per_job = executor.tasks_per_job
     elements = plural(math.ceil(waiting / per_job), "array element")
-    grouped = f", in {elements} of up to {per_job} tasks" if per_job > 1 else ""
+    if per_job > 1:
+        grouped = f", in {elements} of up to {per_job} tasks"
+    else:
+        grouped = ""
     look = [f"squeue -j {job}", *(shlex.join(["datatrove-ckpt", "status", *one]) for one in what)]
     return (
         f"Submitted job {job} for {waiting} of {plural(executor.tasks, 'task')}{grouped}. Logs: "

@@ -149,7 +149,9 @@ def _places(ranks: Sequence[RankState]) -> str:
     if len(ranks) == 1:
         return name_place(ranks[0].root, ranks[0].rank)
     numbers = f"ranks {ranges([rank.rank for rank in ranks])}"
-    return f"{ranks[0].root}, {numbers}" if ranks[0].root else numbers
+    if ranks[0].root:
+        return f"{ranks[0].root}, {numbers}"
+    return numbers
 
 
 # table ---------------------------------------------------------------------------------------------------------------
@@ -182,6 +184,8 @@ def _row(rank: RankState, now: float, bars: bool) -> str:
         left = duration(rank.time_left)
     if rank.last_word is not None and rank.state != "finished":
         word = duration(max(1.0, now - rank.last_word))
-    notes = rank.reason.partition("\n")[0] or rank.process * (rank.state == "running")
+    notes = rank.reason.partition("\n")[0]
+    if not notes and rank.state == "running":
+        notes = rank.process
     numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
     return f"{name:>6}  {shown:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()

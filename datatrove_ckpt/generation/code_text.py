@@ -99,7 +99,9 @@ def strip(node: ast.AST) -> None:
 def unhinted(statement: ast.stmt) -> ast.stmt:
     if not isinstance(statement, ast.AnnAssign):
         return statement
-    bare = ast.Assign([statement.target], statement.value) if statement.value else ast.Pass()
+    bare: ast.stmt = ast.Pass()
+    if statement.value:
+        bare = ast.Assign([statement.target], statement.value)
     return ast.copy_location(bare, statement)
 
 
@@ -128,7 +130,9 @@ def _merged(values: list[ast.expr]) -> list[ast.expr]:
 
 
 def _text(part: ast.expr) -> str:
-    return str(part.value) if isinstance(part, ast.Constant) else ""
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    return ""
 
 
 # code objects as text ------------------------------------------------------------------------------------------------

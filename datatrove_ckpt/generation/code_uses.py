@@ -179,4 +179,6 @@ def dotted(node: ast.AST) -> list[str]:
         if isinstance(node, ast.Attribute):
             names.insert(0, node.attr)
         node = node.func if isinstance(node, ast.Call) else node.value
-    return [node.id, *names] if isinstance(node, ast.Name) else names
+    if isinstance(node, ast.Name):
+        return [node.id, *names]
+    return names

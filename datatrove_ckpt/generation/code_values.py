@@ -46,7 +46,9 @@ def type_name(cls: type) -> str:
         module = re.sub(r"\._.*", "", module)
     name = f"{module}.{cls.__qualname__}"
     # Optional[int] and int | None: two types before Python 3.14, one type since.
-    return "typing.Union" if name in ("typing._UnionGenericAlias", "types.UnionType") else name
+    if name in ("typing._UnionGenericAlias", "types.UnionType"):
+        return "typing.Union"
+    return name
 
 
 class Plain:
@@ -181,7 +183,10 @@ class Plain:
                 self.of([*(content for _, content in cells(value)), wrapped(value)])
                 self.is_opaque = is_opaque
             return f"<{value.__name__}>"
-        around = value.func if isinstance(value, functools.cached_property) else wrapped(value)
+        if isinstance(value, functools.cached_property):
+            around = value.func
+        else:
+            around = wrapped(value)
         if around is not None:
             return [kind.__name__, self.of(around)]
         self.is_opaque = True
@@ -241,6 +246,8 @@ def cells(function: types.FunctionType) -> list[tuple[str, object]]:
 def wrapped(thing: object) -> Any:
     """What ``functools`` says that a function is around; None if it is around nothing."""
     try:
-        return None if isinstance(thing, type) else object.__getattribute__(thing, "__dict__").get("__wrapped__")
+        if isinstance(thing, type):
+            return None
+        return object.__getattribute__(thing, "__dict__").get("__wrapped__")
     except AttributeError:
         return None

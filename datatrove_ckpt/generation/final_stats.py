@@ -109,4 +109,6 @@ def timing(seconds: float, unit: str) -> TimingStats:
 
 
 def _ones(n: int, unit: str) -> MetricStats:
-    return MetricStats(n, n, 1.0, 1, 1, 0.0, unit) if n else MetricStats(unit=unit)
+    if n:
+        return MetricStats(n, n, 1.0, 1, 1, 0.0, unit)
+    return MetricStats(unit=unit)

@@ -65,7 +65,8 @@ def collect(*things: object) -> ScriptNames | None:
     if not carries():
         return None
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
-    waiting, seen = list(things), dict[int, object]()
+    waiting = list(things)
+    seen = dict[int, object]()
     with nothing_carried():
         while waiting:
             thing = waiting.pop()
@@ -81,7 +82,9 @@ def collect(*things: object) -> ScriptNames | None:
                     else:
                         found.values[name] = value
                         waiting.append(value)
-    return found if found.values or found.left else None
+    if found.values or found.left:
+        return found
+    return None
 
 
 def restore(names: ScriptNames) -> None:
@@ -105,7 +108,10 @@ def say_missing(*things: object, sent: bool) -> None:
     Args:
         sent: ``own_modules`` go along with the tasks.
     """
-    along = {*own_modules(), "datatrove", "datatrove_ckpt"} if sent else set()
+    if sent:
+        along = {*own_modules(), "datatrove", "datatrove_ckpt"}
+    else:
+        along = set()
     paths = [Path(entry).resolve() for entry in sys.path]
     modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
@@ -128,7 +134,10 @@ def say_missing(*things: object, sent: bool) -> None:
 def _module_of(thing: object) -> str:
     if isinstance(thing, functools.partial):
         return _module_of(thing.func)
-    owner = thing if isinstance(thing, type | types.FunctionType) else type(thing)
+    if isinstance(thing, type | types.FunctionType):
+        owner = thing
+    else:
+        owner = type(thing)
     return str(owner.__module__)
 
 
@@ -201,7 +210,9 @@ def _stays(name: str, value: object) -> str:
         return f"it cannot be pickled ({type(error).__name__}: {error})"
     if not places:
         return ""
-    return "it looks like a secret" if places == [name] else f"it holds what looks like a secret ({', '.join(places)})"
+    if places == [name]:
+        return "it looks like a secret"
+    return f"it holds what looks like a secret ({', '.join(places)})"
 
 
 # secrets in a pickle --------------------------------------------------------------------------------------------------
@@ -298,7 +309,10 @@ class _Look:
             self._look_at(type(thing).__qualname__, dict(zip(fields, thing, strict=False)))
         if isinstance(thing, functools.partial):
             code = getattr(thing.func, "__code__", None)
-            names = code.co_varnames if isinstance(code, types.CodeType) else ()
+            if isinstance(code, types.CodeType):
+                names = code.co_varnames
+            else:
+                names = ()
             self._look_at("functools.partial", {**dict(zip(names, thing.args, strict=False)), **thing.keywords})
 
     def _look_at(self, owner: str, values: Mapping[Any, object]) -> None:

@@ -185,7 +185,9 @@ def _stuck(recent: History, last: Progress, now: float) -> str:
         text = f"{nothing}: {server} {words[event.what]}"
         if event.what != "death":
             return f"{text} since {duration(now - event.at)}"
-        return f"{text} ({event.why})" if event.why else text
+        if event.why:
+            return f"{text} ({event.why})"
+        return text
     text = f"{nothing}: {plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
     if recent.window is not None:
         lately = Counter(last.own.errors)

@@ -115,7 +115,9 @@ class RankState(Sums):
     @property
     def share(self) -> float | None:
         """How much of its input is done, from 0 to 1; None if that is not known."""
-        return 1.0 if self.state == "finished" else self.position.share
+        if self.state == "finished":
+            return 1.0
+        return self.position.share
 
     @property
     def goes_on(self) -> bool:
@@ -125,7 +127,9 @@ class RankState(Sums):
     @property
     def attempt(self) -> AttemptSummary | None:
         """The last one."""
-        return self.attempts[-1] if self.attempts else None
+        if self.attempts:
+            return self.attempts[-1]
+        return None
 
     @property
     def process(self) -> str:

@@ -108,7 +108,10 @@ def _documents(totals: Totals) -> str:
     text = f"{done.read:,} done: {written}, {done.dropped:,} dropped, {done.dead:,} dead"
     if totals.unfinished_chunks:
         more = f"{totals.unfinished.written:,} in {counted(totals.unfinished_chunks, 'unfinished chunk')}"
-        text = f"{text}, {more}" if totals.exact else f"{text}, about {more}"
+        if totals.exact:
+            text = f"{text}, {more}"
+        else:
+            text = f"{text}, about {more}"
     return text
 
 

@@ -38,7 +38,9 @@ class Point(NamedTuple):
 
 def values_of(totals: Totals) -> dict[str, float]:
     """The numbers of a run, by the names of metrics."""
-    done, work, rates = totals.done, totals.work, totals.rates
+    done = totals.done
+    work = totals.work
+    rates = totals.rates
     found: dict[str, float] = {
         "documents": done.read,
         "documents_written": done.written,
@@ -74,7 +76,9 @@ def status_of(run: RunState) -> str:
         return "FINISHED"
     if states["running"]:
         return "RUNNING"
-    return "FAILED" if states["failed"] or states["damaged"] else "KILLED"
+    if states["failed"] or states["damaged"]:
+        return "FAILED"
+    return "KILLED"
 
 
 class TrackedRun(Protocol):

@@ -68,7 +68,10 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     """Every file in the output folder; None if the folder cannot be listed."""
     try:
         with file_system_call():
-            found = _list_hub(report, report.hub) if report.hub is not None else _list_folder(report)
+            if report.hub is not None:
+                found = _list_hub(report, report.hub)
+            else:
+                found = _list_folder(report)
             is_there = bool(found.sizes) or (report.hub is None and report.folder.exists(""))
     except (OSError, OutputFailed) as failure:
         error: BaseException = failure

@@ -162,7 +162,10 @@ class RemoteMirror:
         self._stopping = True
         self._wake.put(True)
         if not self.shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS) and not self.shutdown.is_fast:
-            limit = DRAIN_SECONDS if self.shutdown.is_requested else STOP_SECONDS
+            if self.shutdown.is_requested:
+                limit = DRAIN_SECONDS
+            else:
+                limit = STOP_SECONDS
             logger.warning(
                 f"The last upload to the mirror {self.url} did not end within {limit:g} s. The mirror keeps the "
                 "version before it; the local checkpoint is complete."

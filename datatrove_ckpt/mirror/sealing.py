@@ -38,7 +38,10 @@ class Seal:
         parents, _, folder = url.rstrip("/").rpartition("/")
         parent = parents.rpartition("/")[2]
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
-        self._place = f"{parent}/{folder}" if retry_number(parent) is not None else folder
+        if retry_number(parent) is not None:
+            self._place = f"{parent}/{folder}"
+        else:
+            self._place = folder
         self._key = Key.wrap(os.environ.get(MIRROR_KEY_VARIABLE))
         self.is_on = self._key is not None
         """Whether there is a key."""

@@ -153,7 +153,10 @@ class ChunkWriting:
         kind = type(self._writer).__name__
         culprit = None
         with suppress(Exception):  # a user's adapter may raise anything, and other writers have no schema
-            advice = SCHEMA_ADVICE if writer.schema is None else OWN_SCHEMA_ADVICE
+            if writer.schema is None:
+                advice = SCHEMA_ADVICE
+            else:
+                advice = OWN_SCHEMA_ADVICE
             culprit = name_culprit(writer, documents, self._decode, known)
         if culprit is not None:
             return OutputFailed(

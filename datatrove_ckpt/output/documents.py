@@ -202,7 +202,9 @@ def document_fields(document: Document) -> dict[str, object]:
 
 def _after_text(text: object) -> int:
     """Where to begin to search an encoded document: its text comes first, and is most of it."""
-    return len(text) if isinstance(text, str) else 0
+    if isinstance(text, str):
+        return len(text)
+    return 0
 
 
 def is_plain(data: bytes, with_vectors: bool = False) -> bool:

@@ -91,7 +91,9 @@ def _gone(folder: HubFolder, what: str, committed: int) -> str:
 
 
 def _kind(folder: HubFolder) -> str:
-    return "bucket" if folder.is_bucket else f"{folder.kind} repository"
+    if folder.is_bucket:
+        return "bucket"
+    return f"{folder.kind} repository"
 
 
 class _Refused(PermissionError):

@@ -189,7 +189,10 @@ def _sendable(error: BaseException, number: int | None) -> Exception:
     """The error as it reaches the parent, with this process's traceback as a note."""
     task = "its tasks" if number is None else f"task {number}"
     if not isinstance(error, Exception):
-        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
+        if isinstance(error, SystemExit):
+            what = f"called sys.exit({error.code!r})"
+        else:
+            what = f"raised {type(error).__name__}"
         return UnexpectedExit(f"A step of {task} {what}. The task is not complete; raise an Exception instead.")
     text = "".join(traceback.format_exception(error))
     try:

@@ -87,7 +87,9 @@ class _Process:
     @property
     def sentinel(self) -> int:
         """Becomes readable when the process has ended. multiprocess's own also does when the fork server has ended."""
-        return self._handle if self._handle is not None else int(self.process.sentinel)
+        if self._handle is not None:
+            return self._handle
+        return int(self.process.sentinel)
 
     def messages(self) -> Iterator[Any]:
         """Those that have come."""
@@ -273,7 +275,10 @@ class Workers:
         """Until a message has come, a worker has ended, a signal has come, or somebody's time is over."""
         limits = [worker.ends_by for worker in self._workers if worker.ends_by is not None]
         limits += [] if self.screen is None else [time.monotonic() + TICK_SECONDS]
-        seconds = max(0.0, min(min(limits) - time.monotonic(), _LONGEST_WAIT)) if limits else None
+        if limits:
+            seconds = max(0.0, min(min(limits) - time.monotonic(), _LONGEST_WAIT))
+        else:
+            seconds = None
         sources = [self._woken, *(worker.sentinel for worker in self._workers)]
         open_ = [worker.connection for worker in self._workers if not worker.is_silent]
         ready = connections.wait([*sources, *open_], seconds)
@@ -344,7 +349,8 @@ class Workers:
             return
         now = time.monotonic()
         if self.signal is None:
-            self.signal, self._came = number, now
+            self.signal = number
+            self._came = now
         elif now - self._came < SAME_EVENT:
             return
         self._requests += 1
@@ -358,7 +364,10 @@ class Workers:
         while self._to_pass_on:
             number = self._to_pass_on.popleft()
             busy = [worker for worker in self._workers if worker.tasks]
-            why = "a task has failed" if self.signal is None else signal.Signals(number).name
+            if self.signal is None:
+                why = "a task has failed"
+            else:
+                why = signal.Signals(number).name
             if self._requests > 1:
                 why = f"{why} again, the drain is over"
             if busy:

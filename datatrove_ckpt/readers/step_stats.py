@@ -131,7 +131,9 @@ def _to_json(metrics: MetricStatsDict) -> State:
 
 def _plain(number: Any) -> float:
     """Steps may count in NumPy's types."""
-    return int(number) if isinstance(number, Integral) else float(number)
+    if isinstance(number, Integral):
+        return int(number)
+    return float(number)
 
 
 def _from_json(content: State) -> MetricStatsDict:

@@ -219,7 +219,9 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
     @property
     def _columns(self) -> list[str] | None:
-        return None if self.read_metadata else [self.text_key, self.id_key]
+        if self.read_metadata:
+            return None
+        return [self.text_key, self.id_key]
 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:

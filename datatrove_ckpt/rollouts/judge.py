@@ -88,7 +88,9 @@ class JudgeRollout(PromptRollout):
 
     @property
     def first_template(self) -> str:
-        return "judge_prompt" if self.prompt is None else "prompt"
+        if self.prompt is None:
+            return "judge_prompt"
+        return "prompt"
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
@@ -137,7 +139,9 @@ class JudgeRollout(PromptRollout):
         if found is None:
             return None
         number = found[0].replace("−", "-")  # noqa: RUF001
-        return float(number) if _NUMBER.fullmatch(number) else None
+        if _NUMBER.fullmatch(number):
+            return float(number)
+        return None
 
     async def _scored(self, document: Document, generate: Generate, parts: Sequence[Payload]) -> object:
         if self.prompt is None:

@@ -53,7 +53,10 @@ def samples_of(batch: Any) -> list[Any]:
     A dict of columns of one length, and a list of arrays of one length, are split into rows, a list into its items, an
     array along its first dimension. Anything else is one sample.
     """
-    columns = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Mapping):
+        columns = list(batch.values())
+    else:
+        columns = batch
     if isinstance(columns, list | tuple):
         lengths = {_length(column) for column in columns}
         is_table = isinstance(batch, Mapping) or all(hasattr(column, "shape") for column in columns)

@@ -82,7 +82,10 @@ def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
     config = runner.monitoring
     stack = exports.stack
     output = runner.output_writer.output_folder.resolve_paths("")
-    root = None if runner.checkpoints_local_dir is None else runner.checkpoints_root
+    if runner.checkpoints_local_dir is None:
+        root = None
+    else:
+        root = runner.checkpoints_root
     # What is last here ends first: tracking may take some seconds. The documents of a retry are in the run already.
     if config.wants_tracking and root is not None and not runner.retry_dead_letters:
         models = runner.models if len(runner.models) > 1 else runner.config

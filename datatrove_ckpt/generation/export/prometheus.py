@@ -230,7 +230,10 @@ class MetricsPort(ThreadingMixIn, TCPServer):
     allow_reuse_address = True
 
     def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        else:
+            self.address_family = socket.AF_INET
         self._lock = threading.Lock()
         self._shown: dict[tuple[str, int], tuple[GetRank, float]] = {}
         super().__init__((host, port), _Scrape.factory(self))

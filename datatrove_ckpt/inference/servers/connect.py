@@ -133,7 +133,10 @@ class ExternalServers:
         self.outage = Outage(ready_window(config), time.monotonic, config.name)
         self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
         self.api_key = config.endpoint_api_key()
-        self._headers = None if self.api_key is None else self.api_key.headers()
+        if self.api_key is None:
+            self._headers = None
+        else:
+            self._headers = self.api_key.headers()
 
     async def ask(self) -> list[EndpointAnswer]:
         """Asks each of them once which models it serves."""

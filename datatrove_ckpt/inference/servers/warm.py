@@ -116,7 +116,8 @@ def _keep(servers: ServerSet) -> bool:
             atexit.register(close_warm_servers)
             # Processes that multiprocessing starts end without atexit, and run its own finalizers.
             for name in ("multiprocessing", "multiprocess"):
-                module, util = sys.modules.get(name), sys.modules.get(f"{name}.util")
+                module = sys.modules.get(name)
+                util = sys.modules.get(f"{name}.util")
                 if module is not None and util is not None and module.parent_process() is not None:
                     util.Finalize(None, close_warm_servers, exitpriority=0)
     return True
@@ -155,7 +156,8 @@ def _stop(sets: Collection[ServerSet]) -> None:
 
 def _take_all() -> dict[str, ServerSet]:
     with _state.lock:
-        warm, _state.warm = _state.warm, {}
+        warm = _state.warm
+        _state.warm = {}
         return warm
 
 

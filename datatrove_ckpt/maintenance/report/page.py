@@ -20,7 +20,9 @@ from typing import Literal, TypeAlias
 from datatrove_ckpt.formatting import figure, short
 
 _OPEN_ROWS = 24  # a table with more rows is closed at first
-_MAX_NAME, _MAX_LEGEND, _MAX_CELL = 160, 80, 4000
+_MAX_NAME = 160
+_MAX_LEGEND = 80
+_MAX_CELL = 4000
 
 Tone = Literal["", "good", "warning", "critical"]
 Value: TypeAlias = str | float | None
@@ -120,8 +122,12 @@ def _table(table: Table) -> Markup:
 
 # charts: each interval has an invisible column above it, whose tooltip names the values: that needs no script --------
 
-_WIDTH, _HEIGHT = 508, 210
-_TOP, _LEFT, _RIGHT, _FLOOR = 10, 52, 14, 182
+_WIDTH = 508
+_HEIGHT = 210
+_TOP = 10
+_LEFT = 52
+_RIGHT = 14
+_FLOOR = 182
 
 
 def _chart(chart: Chart) -> Markup:

@@ -69,6 +69,8 @@ class InferenceRunner(Step):
             final payload is equal takes the answer that its document got there, if that is still kept.
         preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM. ``{"cloud": "aws"}``,
             "gcp" or "azure", or ``{"command": [...]}`` that ends with 0. Asked every 5 seconds.
+        rollout_version: replaces the code and the values of the rollout in the identity of the run. Another text is
+            another run, and edits of your code are your matter.
 
     Raises:
         ConfigError: an argument that cannot work.

@@ -462,8 +462,7 @@ def without_code(fields: Json) -> Json:
 def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMismatch:
     """The error for a run that differs from the one that is kept: each field with both values, then the way out."""
     changes = list(changes)
-    hidden = {f"{change.field} form" for change in changes}  # what JSON does not tell of a value that is shown
-    lines = [line for one in changes if one.field not in hidden for line in _lines(one)]
+    lines = [line for one in changes for line in _lines(one)]
     notes = [f"  ({change.note})" for change in changes if change.note]
     return CheckpointMismatch("\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes]), way_out]))
 

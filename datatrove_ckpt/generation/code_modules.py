@@ -1,4 +1,4 @@
-"""The user's modules: where they are, what binds their names and uses them, and what differs at each start.
+"""The user's modules: where they are, what binds their names and changes them, and what differs at each start.
 
 Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one module.
 
@@ -19,152 +19,165 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_text import compile_tree, digest, nested_codes, parse, write_code, write_tree
-from datatrove_ckpt.generation.code_uses import (
-    Definition,
-    Import,
-    Uses,
-    bound_names,
-    dotted,
-    imported,
+from datatrove_ckpt.generation.code_text import (
+    compile_tree,
+    digest,
+    nested_codes,
+    parse,
+    unhinted,
+    write_code,
+    write_tree,
 )
-from datatrove_ckpt.generation.code_values import cells, folder_of, is_of_machine, is_unstable, wrapped
+from datatrove_ckpt.generation.code_uses import Definition, Import, Name, Uses, bound_names, dotted, imported
+from datatrove_ckpt.generation.code_values import MACHINE, UNSTABLE, Path, cells, wrapped
 
 _STARTED = time.time()
+_late: set[str] = set()
+"""Files of modules that were not loaded when this process looked first, as those that a function imports."""
 PIPELINE = {"datatrove", "datatrove_ckpt"}  # which may run from a checkout
 MAIN = ("__main__", "__mp_main__")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(linecache.__file__), "")  # noqa: PTH118, PTH120 (co_filename is text)
 _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _CELL = re.compile(r"<(i?python-input)-.*>|.*[\\/]ipykernel_\d+[\\/].*")
+_CHANGERS = {"setattr", "delattr", "shuffle"}
 _BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With)
 
 
 class Binding(NamedTuple):
-    """What binds a name of a module. ``tests``: the conditions around it."""
+    """What binds or changes a name of a module. ``tests``: the conditions around it."""
 
     statement: ast.stmt
     tests: tuple[ast.expr, ...] = ()
-    imported: Import | None = None
+    imported: Any = None  # an Import
 
 
 class Source:
-    """A parsed file. It is empty if this Python cannot parse it.
+    """A parsed file, or the cells of a notebook; without what this Python cannot parse.
 
     Attributes:
         bindings: of its names, in order.
         changes: statements that change what a name stands for: ``D[k] = v``, ``D.update()``, ``@render.register``.
-        given: statements that call something with what a name stands for: ``random.shuffle(NAMES)``.
-        stars: modules of which it imports all names.
     """
 
-    def __init__(self, text: str) -> None:
-        try:
-            self.tree = parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            self.tree = ast.Module([], [])
+    def __init__(self, texts: tuple[tuple[str, str], ...], documented: bool) -> None:
+        self._texts = dict(texts)
+        self._documented = documented
+        self._trees: dict[str, ast.Module] = {}
         self.bindings: dict[str, list[Binding]] = {}
         self.changes: dict[str, list[Binding]] = {}
-        self.given: dict[str, list[Binding]] = {}
-        self.stars: list[Import] = []
-        self._uses: dict[tuple[int, bool], Uses] = {}
-        self._texts: dict[tuple[int, bool], str] = {}
-        self._collect(self.tree.body, ())
+        self._uses: dict[ast.AST, Uses] = {}
+        self._text: dict[ast.AST, str] = {}
+        for file, text in texts:
+            try:
+                self._trees[file] = parse(text)
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                continue
+            self._collect(self._trees[file].body, ())
+
+    def statements(self, name: str) -> list[Binding]:
+        """Those that bind a name, except imports, and then those that change what it stands for."""
+        found = [*self.bindings.get(name, []), *self.changes.get(name, [])]
+        return list(dict.fromkeys(one for one in found if one.imported is None))
+
+    def imports(self, name: str) -> list[Binding]:
+        return [one for one in self.bindings.get(name, []) if one.imported is not None]
 
     def _collect(self, body: list[ast.stmt], tests: tuple[ast.expr, ...]) -> None:
-        for node in body:
+        for node in map(unhinted, body):
             bound = Binding(node, tests)
             if isinstance(node, ast.Import | ast.ImportFrom):
-                for name, found in imported(node, late=False):
-                    if name == "*":
-                        self.stars.append(found)
-                    else:
-                        self._add(self.bindings, [name], Binding(node, tests, found))
+                for name, found in imported(node):
+                    self._add(self.bindings, [name], bound._replace(imported=found))
             elif isinstance(node, _BLOCKS):
-                conditions = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
-                for block in _blocks(node):
-                    self._collect(block, (*tests, *conditions))
-                for item in getattr(node, "items", []):
-                    self._add(self.bindings, bound_names([item]), bound)
+                inside = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr | ast.withitem)]
+                conditions = [child for child in inside if isinstance(child, ast.expr)]
+                for part in (node, *getattr(node, "handlers", [])):
+                    for name in ("body", "orelse", "finalbody"):
+                        self._collect(getattr(part, name, []), (*tests, *conditions))
+                self._add(self.bindings, bound_names(inside), bound)
             elif isinstance(node, Definition):
                 decorators = [dotted(one) for one in node.decorator_list]
-                if ["overload"] not in [one[-1:] for one in decorators]:
-                    self._add(self.bindings, [node.name], bound)
                 self._add(self.changes, [one[0] for one in decorators if len(one) > 1], bound)
+                if ["overload"] not in [one[-1:] for one in decorators]:
+                    if not tests:  # it replaces the one before
+                        self.bindings.pop(node.name, None)
+                    self._add(self.bindings, [node.name], bound)
             else:
                 self._add(self.bindings, bound_names([node]), bound)
-                self._add(self.changes, {root for root, _ in self.uses(node, False).changed}, bound)
-                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                    self._note_call(node.value, bound)
-
-    def _note_call(self, call: ast.Call, bound: Binding) -> None:
-        called = dotted(call.func)
-        given = [one.id for one in call.args if isinstance(one, ast.Name)]
-        self._add(self.given, given, bound)
-        if called[-1:] in (["setattr"], ["delattr"]):
-            self._add(self.changes, given, bound)
-        elif called:
-            self._add(self.changes, called[:1], bound)
+                self._add(self.changes, _stored(node), bound)
 
     def _add(self, table: dict[str, list[Binding]], names: Any, bound: Binding) -> None:
         for name in names:
             if bound not in table.setdefault(name, []):
                 table[name].append(bound)
 
-    def uses(self, node: ast.AST, documented: bool) -> Uses:
-        place = (id(node), documented)
-        if place not in self._uses:
-            self._uses[place] = Uses(node, documented)
-        return self._uses[place]
+    def uses(self, node: ast.AST) -> Uses:
+        """What a part of the file uses."""
+        if node not in self._uses:
+            self._uses[node] = Uses(node, self._documented or self._is_for_library(node))
+        return self._uses[node]
 
-    def text(self, node: ast.AST, documented: bool) -> str:
-        place = (id(node), documented)
-        if place not in self._texts:
-            self._texts[place] = write_tree(node, documented)
-        return self._texts[place]
+    def text(self, node: ast.AST) -> str:
+        """A part of the file of which ``uses`` was asked."""
+        if node not in self._text:
+            self._text[node] = write_tree(node)
+        return self._text[node]
 
-    @functools.cached_property
-    def definitions(self) -> dict[tuple[str, int], list[tuple[ast.AST, ast.AST]]]:
-        """Functions and classes by name and first line, each with the statement around it."""
-        found: dict[tuple[str, int], list[tuple[ast.AST, ast.AST]]] = {}
-        waiting: list[tuple[ast.AST, ast.AST]] = [(self.tree, self.tree)]
-        while waiting:
-            node, statement = waiting.pop()
-            if isinstance(node, Definition | ast.Lambda):
-                first = (getattr(node, "decorator_list", None) or [node])[0]
-                found.setdefault((getattr(node, "name", "<lambda>"), first.lineno), []).append((node, statement))
-            inner = node if isinstance(node, ast.stmt) else statement
-            waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
+    def _is_for_library(self, node: ast.AST) -> bool:
+        """An installed package decorates a definition, or gives its base. It may read docstring and hints."""
+        around = [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]
+        bound = [one.imported for part in around for one in self.imports("".join(dotted(part)[:1]))]
+        packages = {one.module.partition(".")[0] for one in bound if not one.level}
+        return any(_PACKAGES.search(_file(package) or "") for package in packages - PIPELINE)
+
+    @functools.cache  # noqa: B019 (source_of keeps it, too)
+    def _definitions(self, lambdas: bool) -> dict[str, list[tuple[str, int, ast.AST]]]:
+        """Functions and classes by name, each with its file and first line; or lambdas, too."""
+        found: dict[str, list[tuple[str, int, ast.AST]]] = {}
+        for file, tree in self._trees.items():
+            waiting: list[ast.AST] = [tree]
+            for node in waiting:
+                inside = ast.iter_child_nodes(node)
+                waiting += [child for child in inside if lambdas or not isinstance(child, ast.expr)]
+                if isinstance(node, Definition | ast.Lambda):
+                    first = (getattr(node, "decorator_list", None) or [node])[0]
+                    found.setdefault(getattr(node, "name", "<lambda>"), []).append((file, first.lineno, node))
+        return found
+
+    @functools.cache  # noqa: B019 (source_of keeps it, too)
+    def _codes(self, file: str) -> dict[tuple[str, str], list[int]]:
+        """The lines of functions, by their name and by what this Python compiles from them."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for code in nested_codes(compile_tree(parse(self._texts[file]))):
+            found.setdefault((code.co_name, write_code(code)), []).append(code.co_firstlineno)
         return found
 
     def named(self, name: str) -> list[ast.AST]:
         """Functions and classes of this name, also nested ones."""
-        return [node for (known, _), pairs in self.definitions.items() if known == name for node, _ in pairs]
+        return [node for _, _, node in self._definitions(False).get(name, [])]
 
-    @functools.cached_property
-    def codes(self) -> dict[tuple[str, str], list[int]]:
-        """The lines of functions, by their name and by what this Python compiles from them."""
-        found: dict[tuple[str, str], list[int]] = {}
-        for code in nested_codes(compile_tree(self.tree)):
-            found.setdefault((code.co_name, write_code(code)), []).append(code.co_firstlineno)
-        return found
-
-    def find(self, code: types.CodeType, edited: bool) -> ast.AST | None:
+    def find(self, code: types.CodeType, edited: bool) -> list[ast.AST]:
         """The function of which this is the code: by its line, or, if the file was edited, by its bytecode."""
+        file = code.co_filename
         line = code.co_firstlineno
+        if file not in self._texts:
+            file = next(iter(self._texts))
         if edited:
-            lines = self.codes.get((code.co_name, write_code(code)), [])
+            lines = self._codes(file).get((code.co_name, write_code(code)), [])
             line = min(lines, key=lambda one: abs(one - line), default=-1)
-        found = self.definitions.get((code.co_name, line), [])
-        if len(found) > 1:  # lambdas that begin in one line: the statement around them
-            return found[0][1]
-        return found[0][0] if found else None
+        known = self._definitions(code.co_name == "<lambda>").get(code.co_name, [])
+        return [node for where, first, node in known if (where, first) == (file, line)]
 
 
-def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    parts = [node, *(one for one in ast.iter_child_nodes(node) if isinstance(one, ast.ExceptHandler))]
-    for part in parts:
-        for name in ("body", "orelse", "finalbody"):
-            yield getattr(part, name, [])
+def _stored(node: ast.stmt) -> Iterator[str]:
+    """The names of what a statement stores into, calls a method of, or gives to a function that changes it."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Expr) and isinstance(part.value, ast.Call):
+            yield from dotted(part.value)[:1]
+            if not _CHANGERS.isdisjoint(dotted(part.value)):
+                yield from [one.id for one in part.value.args if isinstance(one, ast.Name)]
+        elif isinstance(part, ast.Attribute | ast.Subscript) and not isinstance(part.ctx, ast.Load):
+            yield from dotted(part)[:1]
 
 
 source_of = functools.lru_cache(maxsize=512)(Source)
@@ -172,21 +185,29 @@ source_of = functools.lru_cache(maxsize=512)(Source)
 
 
 class Module:
-    """A file of the user, and what this process has of it.
+    """A file of the user, or the cells of a notebook, and what this process has of it.
 
     Args:
-        namespace: its globals; None: they are not looked at, because other processes may not have loaded it.
+        namespace: its globals; empty: they are not looked at, because other processes may not have loaded it.
     """
 
-    def __init__(self, name: str, file: str, namespace: Mapping[str, Any] | None) -> None:
-        self.name, self.file, self.live = name, file, namespace is not None
-        self.folder, self.folders = folder_of(file), list[str]()
-        self.values = {} if namespace is None else namespace
+    def __init__(self, name: str, file: str, namespace: Mapping[str, Any], documented: bool) -> None:
+        self.name = name
+        self.file = file
+        self.folder = ""
+        if not file.startswith("<"):
+            self.folder = os.path.dirname(os.path.abspath(file))  # noqa: PTH100, PTH120
+        self.folders: list[str] = []
+        self.values = namespace
         linecache.checkcache(file)
+        files = [file]
+        if _CELL.match(file):
+            files = [*filter(_CELL.match, linecache.cache)]
         loader = {"__loader__": self.values.get("__loader__"), "__name__": name}
-        self.source: Source = source_of("".join(linecache.getlines(file, loader)))
+        texts = tuple((one, "".join(linecache.getlines(one, loader))) for one in files)
+        self.source: Source = source_of(texts, documented)
         loaded = vars(sys.modules.get(name, types.ModuleType(name)))
-        self.travels = name in MAIN or (namespace is not None and loaded is not namespace)
+        self.travels = name in MAIN or (bool(namespace) and loaded is not namespace)
         self.package = self.values.get("__package__") or (
             name if os.path.basename(file) == "__init__.py" else name.rpartition(".")[0]  # noqa: PTH119
         )
@@ -199,23 +220,12 @@ class Module:
         except OSError:  # an archive, or a cell of a notebook
             return False
 
-    def documented(self, node: ast.AST) -> bool:
-        """Whether docstring and hints count, because a library may read them of what it decorates."""
-        for one in [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]:
-            root, *path = dotted(one) or [""]
-            if path[-1:] == ["register"]:
-                return True
-            for bound in self.source.bindings.get(root, []):
-                if bound.imported is not None and not is_known(absolute(self, bound.imported).partition(".")[0]):
-                    return True
-        return False
+    def find(self, code: types.CodeType) -> list[ast.AST]:
+        return self.source.find(code, self.was_edited)
 
 
-def is_known(package: str) -> bool:
-    if package in sys.stdlib_module_names or package in PIPELINE:
-        return True
-    spec = getattr(sys.modules.get(package), "__file__", None)
-    return is_of_user(spec, package)
+def _file(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
 
 
 def is_of_user(file: str | None, module: str | None) -> bool:
@@ -225,127 +235,169 @@ def is_of_user(file: str | None, module: str | None) -> bool:
     """
     if file is None or str(module).partition(".")[0] in PIPELINE:
         return False
-    if _CELL.match(file):
-        return True
-    return not file.startswith(("<", _STANDARD_LIBRARY)) and not _PACKAGES.search(file)
+    return bool(_CELL.match(file)) or not (file.startswith(("<", _STANDARD_LIBRARY)) or _PACKAGES.search(file))
 
 
 class Project:
     """What is the user's. Filled on the way.
 
     Attributes:
+        changed: names of what the rollout changes.
         packages: that are the user's although they are installed.
         left: what is not compared, and why.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: frozenset[str], documented: bool) -> None:
+        self.changed = changed
+        self._documented = documented
         self.packages: set[str] = set()
         self.left: dict[str, None] = {}
-        self._modules: dict[tuple[str, bool], Module | None] = {}
+        self._modules: dict[str, Module | None] = {}
         self._spaces: dict[tuple[int, str], Module] = {}
         self._causes: dict[Any, str] = {}
-
-    def _is_users_file(self, file: str | None, module: str | None) -> bool:
-        return is_of_user(file, module) or (str(module).partition(".")[0] in self.packages and bool(file))
+        self._unstable: dict[type, dict[str, str]] = {}
 
     def owns(self, thing: Any) -> bool:
         """Whether a function, class or module is of the user."""
-        if isinstance(thing, types.FunctionType):
-            is_made = thing.__module__ in (None, "builtins", *MAIN)  # by exec
-            file = thing.__code__.co_filename
-            return (is_made and file == "<string>") or self._is_users_file(file, thing.__module__)
-        name = str(thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", ""))
-        if not isinstance(thing, type | types.ModuleType) or name.partition(".")[0] in PIPELINE:
+        if not isinstance(thing, types.FunctionType | types.ModuleType | type):
             return False
-        module = thing if isinstance(thing, types.ModuleType) else sys.modules.get(name)
-        if module is None:  # of a pickle
-            return any(self.owns(one) for one in vars(thing).values() if isinstance(one, types.FunctionType))
-        place = getattr(module, "__file__", None)
-        return self._is_users_file(place, name) or (place is None and name in MAIN)
+        if isinstance(thing, types.FunctionType):
+            name = str(thing.__module__)
+            file: str | None = thing.__code__.co_filename
+            if file == "<string>" and name in ("None", "builtins", *MAIN):  # by exec
+                return True
+        else:
+            name = thing.__name__
+            if isinstance(thing, type):
+                name = str(thing.__module__)
+            file = _file(name)
+            if file is None and name in MAIN:  # a notebook
+                return True
+            if isinstance(thing, type) and name not in sys.modules:  # of a pickle
+                return any(map(self.owns, [one for one in vars(thing).values() if isinstance(one, types.FunctionType)]))
+        return self._is_users_file(file, name)
 
-    def module(self, name: str, late: bool) -> Module | None:
+    def _is_users_file(self, file: str | None, module: str) -> bool:
+        return is_of_user(file, module) or (file is not None and module.partition(".")[0] in self.packages)
+
+    def module(self, name: str) -> Module | None:
         """A module of the user; None: it is another one, or is missing."""
-        if (name, late) not in self._modules:
+        if name not in self._modules:
             loaded = sys.modules.get(name)
-            file, folders = getattr(loaded, "__file__", None), [*getattr(loaded, "__path__", [])]
+            file = _file(name)
+            folders = [*getattr(loaded, "__path__", [])]
             if loaded is None:
-                file, folders = self._find(name, late)
-            place = file or (os.path.join(folders[0], "") if folders else None)  # noqa: PTH118
-            is_ours = self._is_users_file(place, name) and not str(place).endswith((".so", ".pyd"))
-            found = None
-            if place and is_ours:
-                found = Module(name, place, None if late or loaded is None else vars(loaded))
+                spec = None
+                above = name.rpartition(".")[0]
+                parent = self.module(above) if above else None
+                if parent is not None:
+                    spec = PathFinder.find_spec(name, parent.folders)
+                elif not above:
+                    spec = PathFinder.find_spec(name)
+                file = getattr(spec, "origin", None)
+                folders = [*(getattr(spec, "submodule_search_locations", None) or [])]
+            place = file
+            if folders and file is None:
+                place = os.path.join(folders[0], "")  # noqa: PTH118
+            self._modules[name] = None
+            if place and self._is_users_file(place, name) and not place.endswith((".so", ".pyd")):
+                if loaded is None:
+                    _late.add(place)
+                values: Mapping[str, Any] = getattr(loaded, "__dict__", {})
+                if place in _late:
+                    values = {}
+                found = self._modules[name] = Module(name, place, values, self._documented)
                 found.folders = folders
-            self._modules[name, late] = found
-        return self._modules[name, late]
-
-    def _find(self, name: str, late: bool) -> tuple[str | None, list[str]]:
-        """File and folders of a module that is not loaded."""
-        parent = self.module(name.rpartition(".")[0], late) if "." in name else None
-        if "." in name and parent is None:
-            return None, []
-        spec = PathFinder.find_spec(name, parent.folders if parent is not None else None)
-        return getattr(spec, "origin", None), [*(getattr(spec, "submodule_search_locations", None) or [])]
+        return self._modules[name]
 
     def space(self, function: types.FunctionType) -> Module:
         """Where a function looks its names up."""
-        space, file = function.__globals__, function.__code__.co_filename
+        space = function.__globals__
+        file = function.__code__.co_filename
         name = str(space.get("__name__", function.__module__))
-        found = self.module(name, late=False) if getattr(sys.modules.get(name), "__dict__", None) is space else None
-        if found is not None and os.path.abspath(found.file) == os.path.abspath(file):  # noqa: PTH100
-            return found
-        return self._space(name, file, space)
+        if getattr(sys.modules.get(name), "__dict__", None) is space:
+            found = self.module(name)
+            if found is not None and os.path.abspath(found.file) == os.path.abspath(file):  # noqa: PTH100
+                return found
+        place = (id(space), _CELL.sub("", file))
+        if place not in self._spaces:
+            self._spaces[place] = Module(name, file, space, self._documented)
+        return self._spaces[place]
 
-    def _space(self, name: str, file: str, space: Mapping[str, Any]) -> Module:
-        if (id(space), file) not in self._spaces:
-            self._spaces[id(space), file] = Module(name, file, space)
-        return self._spaces[id(space), file]
+    def source_of(self, thing: Any) -> tuple[Module | None, list[Any]]:
+        """The module of a function or class, and its definitions there."""
+        if isinstance(thing, types.FunctionType):
+            space = self.space(thing)
+            return space, space.find(thing.__code__)
+        methods = [one for one in vars(thing).values() if isinstance(one, types.FunctionType) and self.owns(one)]
+        module = self.module(thing.__module__)
+        if module is None and methods:
+            module = self.space(methods[0])
+        if module is None:
+            return None, []
+        return module, [one for one in module.source.named(thing.__name__) if isinstance(one, ast.ClassDef)]
 
-    def home(self, module: Module, name: str) -> Module:
-        """The cell of a notebook that binds a name; a module of another kind itself."""
-        if not _CELL.match(module.file):
-            return module
-        value = wrapped(module.values.get(name)) or module.values.get(name)
-        methods = [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, types.FunctionType)]
-        for one in [value, *methods]:
-            if isinstance(one, types.FunctionType) and _CELL.match(one.__code__.co_filename):
-                return self._space(module.name, one.__code__.co_filename, module.values)
-        for file in reversed([*linecache.cache]):
-            cell = self._space(module.name, file, module.values) if _CELL.match(file) else module
-            if name in cell.source.bindings:
-                return cell
-        return module
+    # where a name leads ----------------------------------------------------------------------------------------------
 
     def binds(self, module: Module, name: str) -> bool:
         value = module.values.get(name)
-        is_live = name in module.values and not isinstance(value, types.ModuleType)
-        return name in module.source.bindings or is_live or self.star(module, name) is not None
+        return name in module.source.bindings or (name in module.values and not isinstance(value, types.ModuleType))
 
-    def star(self, module: Module, name: str, inside: tuple[str, ...] = ()) -> Module | None:
-        """The module from which ``from module import *`` takes a name."""
-        if name.startswith("__") or module.file in inside:
-            return None
-        for star in reversed(module.source.stars):
-            found = self.module(absolute(module, star), not module.live)
-            if found is None or name not in found.values.get("__all__", [name]):
-                continue
-            if name in found.source.bindings or self.star(found, name, (*inside, module.file)) is not None:
-                return found
-        return None
+    def targets(
+        self, module: Module, use: Name, seen: frozenset[Any] = frozenset()
+    ) -> Iterator[tuple[Module | None, Path]]:
+        """Where a name leads, through all imports: a module of the user, and the steps from there; none: all of it.
 
-    def resolve(self, module: Module, bound: Import, path: tuple[str, ...]) -> tuple[Module | None, tuple[str, ...]]:
-        """The module of the user to which an import and the steps after it lead, and the steps that are left."""
-        base, late = absolute(module, bound), bound.late or not module.live
-        found = self.module(base, late)
-        steps = path if bound.name is None else (bound.name, *path)
+        Of other modules: None, and the steps from the top.
+        """
+        place = (module.file, use)
+        root = use.root
+        if place in seen:  # modules that take it from each other
+            return
+        seen |= {place}
+        bound = {one.imported: None for one in module.source.bindings.get(root, [])}
+        if use.imported is not None:
+            bound = {use.imported: None}
+        for one in bound:
+            if one is None:
+                yield module, (root, *use.path)
+            else:
+                yield from self._imported(module, one, use.path, seen)
+        if not bound:
+            for star in reversed(module.source.imports("*")):
+                found = self.module(absolute(module, star.imported))
+                if found is not None and root in found.values.get("__all__", [root]):
+                    leads = [*self.targets(found, use, seen)]
+                    yield from leads
+                    if leads:
+                        return
+            if root in module.values and (root == "__doc__" or not root.startswith("__")):
+                yield module, (root, *use.path)
+
+    def _imported(
+        self, module: Module, bound: Import, path: Path, seen: frozenset[Any]
+    ) -> Iterator[tuple[Module | None, Path]]:
+        base = absolute(module, bound)
+        found = self.module(base)
+        steps = path
+        if bound.name is not None:
+            steps = (bound.name, *path)
         if found is None:
-            return None, (*base.split("."), *steps)
+            yield None, (*base.split("."), *steps)
+            return
         while steps and (found is module or not self.binds(found, steps[0])):
-            below = self.module(f"{found.name}.{steps[0]}", late)
+            below = self.module(f"{found.name}.{steps[0]}")
             if below is None:
                 break
-            found, steps = below, steps[1:]
-        return found, steps
+            found = below
+            steps = steps[1:]
+        leads: list[tuple[Module | None, Path]] = []
+        if steps:
+            leads += self.targets(found, Name(steps[0], steps[1:]), seen)
+        if leads or (steps and steps[0].startswith("__")):
+            yield from leads
+        else:
+            yield found, ()
 
     # what differs at each start --------------------------------------------------------------------------------------
 
@@ -353,49 +405,54 @@ class Project:
         """The names and attributes to which functions or classes assign another value at each start, with the cause."""
         found: dict[str, str] = {}
         kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
-        for node in [part for one in nodes for part in ast.walk(one) if isinstance(part, kinds)]:
-            if cause := self.cause_in(module, node, frozenset()):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for one in [part for target in targets for part in ast.walk(target)]:
-                    if isinstance(one, ast.Name | ast.Attribute):
-                        found[one.id if isinstance(one, ast.Name) else one.attr] = cause
+        suspects = [one for one in nodes if self.cause_in(module, one)]
+        for node in [part for one in suspects for part in ast.walk(one) if isinstance(part, kinds)]:
+            cause = self.cause_in(module, node)
+            for part in ast.walk(node):
+                if cause and isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
+                    found[dotted(part)[-1]] = cause
         return found
 
-    def cause_of(self, module: Module, name: str, seen: frozenset[Any]) -> str:
-        """Why what a name stands for differs."""
-        module = self.home(module, name)
-        place, source = (module.file, name), module.source
-        if place not in self._causes and place not in seen:
-            tables = [source.bindings, source.changes, source.given]
-            statements = [one for table in tables for one in table.get(name, []) if one.imported is None]
-            causes = (self.cause_in(module, one.statement, seen | {place}) for one in statements)
-            self._causes[place] = next(filter(None, causes), "")
-        return self._causes.get(place, "")
+    def unstable_of(self, cls: type) -> dict[str, str]:
+        """The attributes that a class computes anew at each start."""
+        if cls not in self._unstable:
+            self._unstable[cls] = {}
+            for each in filter(self.owns, cls.__mro__):
+                module = self.module(each.__module__)
+                if module is not None:
+                    self._unstable[cls] |= self.unstable_names(module, module.source.named(each.__name__))
+            self.left |= {f"{cls.__qualname__}.{name} ({cause})": None for name, cause in self._unstable[cls].items()}
+        return self._unstable[cls]
 
-    def cause_in(self, module: Module, node: ast.AST, seen: frozenset[Any]) -> str:
-        uses = module.source.uses(node, False)
+    def cause_of(self, module: Module, name: str) -> str:
+        """Why what a name stands for differs."""
+        place = (module.file, name)
+        if place not in self._causes:
+            self._causes[place] = ""  # where it leads back here
+            for one in module.source.statements(name):
+                words = module.source.uses(one.statement).words
+                cause = self.cause_in(module, one.statement)
+                if "set" in words and "sorted" not in words and isinstance(module.values.get(name), str | list | tuple):
+                    cause = "the order of a set"
+                self._causes[place] = self._causes[place] or cause
+        return self._causes[place]
+
+    def cause_in(self, module: Module, node: ast.AST) -> str:
+        uses = module.source.uses(node)
         if not uses.words.isdisjoint({"environ", "getenv"}):
-            for word in sorted(uses.texts):
-                if is_of_machine(word):
-                    return word
+            for word in filter(MACHINE.fullmatch, sorted(uses.texts)):
+                return word
         for use in uses.names:
-            bindings = self.home(module, use.root).source.bindings.get(use.root, [])
-            imports = [one.imported for one in bindings if one.imported is not None]
-            bound = use.imported or (imports[-1] if imports else None)
             cause = ""
-            if bound is not None:
-                found, steps = self.resolve(module, bound, use.path)
-                if found is None:
-                    names = [".".join(steps[: size + 1]) for size in range(len(steps))]
-                    cause = f"{names[-1]}()" if any(map(is_unstable, names)) else ""
-                    if names[-1] in ("os.environ", "os.environ.copy"):
-                        cause = "the environment"
-                elif steps:
-                    cause = self.cause_of(found, steps[0], seen)
-            elif bindings:
-                cause = self.cause_of(module, use.root, seen)
-            elif is_unstable(use.root) and use.root not in module.values:
+            if UNSTABLE.fullmatch(use.root) and not self.binds(module, use.root):
                 cause = f"{use.root}()"
+            for found, steps in self.targets(module, use):
+                if found is not None and steps:
+                    cause = cause or self.cause_of(found, steps[0])
+                elif found is None:
+                    names = [".".join(steps[:size]) for size in range(1, len(steps) + 1)]
+                    if any(map(UNSTABLE.fullmatch, names)):
+                        cause = f"{names[-1]}()"
             if cause:
                 return cause
         return ""
@@ -406,7 +463,7 @@ def absolute(module: Module, bound: Import) -> str:
     if not bound.level:
         return bound.module
     package = module.package.split(".")
-    return ".".join([*package[: len(package) - bound.level + 1], *([bound.module] if bound.module else [])])
+    return ".".join([*package[: len(package) - bound.level + 1], bound.module]).rstrip(".")
 
 
 def fingerprint(thing: Any) -> str:
@@ -431,7 +488,9 @@ def fingerprint(thing: Any) -> str:
 
 def is_importable(function: types.FunctionType) -> bool:
     """Whether an import gives the function. Then a pickle holds its name alone, and it is what is imported now."""
-    found: Any = None if function.__module__ in MAIN else sys.modules.get(function.__module__)
+    found: Any = sys.modules.get(function.__module__)
+    if function.__module__ in MAIN:
+        return False
     for name in function.__qualname__.split("."):
         found = getattr(found, name, None)
     while found is not None and found is not function:

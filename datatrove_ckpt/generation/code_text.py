@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 _Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -57,71 +57,50 @@ def _alone(work: Callable[[], _Result]) -> _Result:
 # trees as text -------------------------------------------------------------------------------------------------------
 
 
-def write_tree(tree: ast.AST, documented: bool = True) -> str:
-    """A syntax tree as ASCII text: equal for equal trees, on any Python version.
-
-    Args:
-        documented: with docstrings and type hints. Without, only those of the fields of classes are left.
-    """
-    # A stack, not recursion: a chain of a few hundred operators or elifs is a tree as deep.
-    written: list[str] = []
-    waiting: list[ast.AST | str] = [tree]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            written.append(item)
-        else:
-            waiting += reversed(_written_parts(item if documented else bare(item)))
-    return "".join(written)
-
-
-class _Field(ast.AnnAssign):
-    """A field of a class, whose hint counts."""
-
-
-def bare(node: ast.AST) -> ast.AST:
-    """The node, or a copy of it, without docstring and hints of its own."""
-    if isinstance(node, ast.AnnAssign) and not isinstance(node, _Field):
-        # Without a value, it only makes a name local, which an assignment does, too.
-        return ast.Assign([node.target], node.value) if node.value else ast.Pass()
-    if isinstance(node, ast.arg):
-        return ast.arg(node.arg)
-    if not isinstance(node, _Documented):
-        return node
-    fields = dict(ast.iter_fields(node))
-    body = fields["body"][1:] if _docstring(node) is not None else fields["body"]
-    if isinstance(node, ast.ClassDef):
-        body = [_Field(**dict(ast.iter_fields(one))) if isinstance(one, ast.AnnAssign) else one for one in body]
-    else:
-        fields |= {"returns": None, "type_params": []}
-        body = [one for one in body if not isinstance(one, ast.AnnAssign) or one.value]
-    return type(node)(**{**fields, "body": body or [ast.Pass()]})
-
-
-def _written_parts(node: ast.AST) -> list[ast.AST | str]:
-    """A node as text and nodes. Empty fields are left out: newer versions have more of them."""
+def write_tree(node: object) -> str:
+    """A syntax tree as ASCII text: equal for equal trees, on any Python version."""
+    if isinstance(node, list):
+        # {**x} has a key that is absent, {None: x} has the constant None.
+        parts = ["_" if part is None else write_tree(part) for part in node if not isinstance(part, ast.Pass)]
+        return f"[{','.join(parts)}]"
+    if not isinstance(node, ast.AST):
+        return _written_value(node)
+    # Empty fields are left out: newer versions have more of them.
+    fields: dict[str, Any] = {name: part for name, part in ast.iter_fields(node) if name not in _IGNORED_FIELDS}
+    fields = {name: part for name, part in fields.items() if part is not None and part != []}
     if isinstance(node, ast.Constant):
-        return [_written_value(node.value)]
-    fields = {name: value for name, value in ast.iter_fields(node) if name not in _IGNORED_FIELDS}
+        return _written_value(node.value)
     if type(node).__name__ in _STRINGS:
-        fields["values"] = parts = _merged(fields["values"])
-        if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in parts):
-            return [_written_value("".join(_text(part) for part in parts))]  # f"text" is "text"
+        values = _merged(fields.get("values", []))
+        fields["values"] = values
+        if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in values):
+            return _written_value("".join(_text(part) for part in values))  # f"text" is "text"
     elif isinstance(node, ast.FormattedValue) and not _merged(getattr(node.format_spec, "values", [])):
-        fields["format_spec"] = None  # f"{x:}" is f"{x}"
-    written: list[ast.AST | str] = [f"({type(node).__name__}"]
-    for name, value in fields.items():
-        if isinstance(value, list) and value:
-            written += [f" {name}=[", *(item for element in value for item in (_written_element(element), ",")), "]"]
-        elif value is not None and value != []:
-            written += [f" {name}=", _written_element(value)]
-    return [*written, ")"]
+        fields.pop("format_spec", None)  # f"{x:}" is f"{x}"
+    written = [f" {name}={write_tree(part)}" for name, part in fields.items()]
+    return f"({type(node).__name__}{''.join(written)})"
 
 
-def _written_element(value: ast.AST | str | int | None) -> ast.AST | str:
-    if value is None:
-        return "_"  # {**x} has a key that is absent, {None: x} has the constant None
-    return value if isinstance(value, ast.AST) else _written_value(value)
+def strip(node: ast.AST) -> None:
+    """Removes the docstring and the hints of a node, except hints of the fields of classes."""
+    if isinstance(node, ast.arg):
+        node.annotation = None
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        node.returns = None
+        if hasattr(node, "type_params"):
+            node.type_params = []
+    if isinstance(node, _Documented) and ast.get_docstring(node, clean=False) is not None:
+        node.body[0] = ast.Pass(lineno=1, col_offset=0)
+    if isinstance(getattr(node, "body", None), list) and not isinstance(node, ast.ClassDef):
+        for name in ("body", "orelse", "finalbody"):
+            setattr(node, name, list(map(unhinted, getattr(node, name, []))))
+
+
+def unhinted(statement: ast.stmt) -> ast.stmt:
+    if not isinstance(statement, ast.AnnAssign):
+        return statement
+    bare = ast.Assign([statement.target], statement.value) if statement.value else ast.Pass()
+    return ast.copy_location(bare, statement)
 
 
 def _written_value(value: object) -> str:
@@ -152,14 +131,6 @@ def _text(part: ast.expr) -> str:
     return str(part.value) if isinstance(part, ast.Constant) else ""
 
 
-def _docstring(node: _Documented) -> str | None:
-    """An f-string without fields is no docstring, though it is written as one."""
-    first = node.body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        return first.value.value
-    return None
-
-
 # code objects as text ------------------------------------------------------------------------------------------------
 
 
@@ -176,10 +147,10 @@ def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested_codes(constant)
 
 
-def loaded_names(function: types.FunctionType) -> set[str]:
+def loaded_names(code: types.CodeType) -> set[str]:
     """The globals, and names of built-in functions, that the code reads."""
-    kinds = ("LOAD_GLOBAL", "LOAD_NAME")
-    steps = [step for code in nested_codes(function.__code__) for step in dis.get_instructions(code)]
+    kinds = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    steps = [step for inner in nested_codes(code) for step in dis.get_instructions(inner)]
     return {step.argval for step in steps if step.opname.startswith(kinds)}
 
 

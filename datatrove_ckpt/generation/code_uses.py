@@ -1,6 +1,6 @@
 """What a part of a file uses: its names with what is taken of them, its texts, and what it changes.
 
-Scopes are respected: arguments, local variables and those of comprehensions are not globals of the same name.
+Which names are globals, Python's compiler says: arguments and local variables of the same name are none.
 
 This module imports only the standard library: a test runs it alone on every Python that it finds.
 """
@@ -8,241 +8,168 @@ This module imports only the standard library: a test runs it alone on every Pyt
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_text import bare
+from datatrove_ckpt.generation.code_text import compile_tree, loaded_names, nested_codes, strip
 from datatrove_ckpt.generation.code_values import Path, key
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_BUILDERS = {"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"}
-_CHANGING = {
-    *("append", "add", "update", "extend", "insert", "setdefault", "pop", "popitem", "popleft", "remove", "discard"),
-    *("clear", "appendleft", "extendleft", "sort", "reverse", "move_to_end", "__setitem__", "subtract"),
-}
-_WRITES = {"write_text", "write_bytes", "write", "writelines", "dump"}
-TEXT_FILES = (".txt", ".md", ".json", ".yaml", ".yml", ".toml", ".j2", ".jinja", ".jinja2", ".prompt", ".tmpl")
+_CHANGING = re.compile(
+    "(append|extend)(left)?|pop(item|left)?|add|update|insert|setdefault|remove|discard|clear|sort|reverse|move_to_end|"
+    "__setitem__|subtract"
+)
+_BUILDERS = re.compile("__(init|new|post_init|setstate|init_subclass)__")
 _SHORT = 200
 
 
 class Import(NamedTuple):
-    """What an import binds: a module, or a name of one. ``late``: inside a function."""
+    """What an import binds: a module, or a name of one."""
 
     module: str
     name: str | None
     level: int
-    late: bool
 
 
-class Use(NamedTuple):
-    """``root.a["b"]``: a name that is no local variable, and what is taken of it.
-
-    Attributes:
-        called: the last step is a method.
-        changed: how much of the path leads to what is changed; None: nothing is.
-        imported: what an import inside the function binds to the name.
-    """
+class Name(NamedTuple):
+    """``root.a["b"]``: a global name, and what is taken of it. ``imported``: by an import inside the function."""
 
     root: str
-    path: Path
-    called: bool = False
-    changed: Path | None = None
+    path: Path = ()
     imported: Import | None = None
 
 
-class _Scope(NamedTuple):
-    """Names that a function or class binds. ``owner``: of a method: its class, its own name, and its first argument."""
+class Use(tuple[Any, ...]):
+    """A name, in pickles of identity version 4."""
 
-    names: dict[str, Import | None]
-    is_class: bool
-    owner: tuple[str, str, str]
+    def __new__(cls, *values: object) -> Use:
+        return super().__new__(cls, values)
 
 
 class Uses:
     """What a part of a file uses.
 
+    Args:
+        documented: docstrings and hints count. Else they are removed.
+
     Attributes:
-        names: that are not local, in the order of the source.
-        changed: those that it changes, with the path of what changes.
-        rebound: names that it declares as those of another scope.
-        arguments: local names of which it changes what they stand for, with such a path.
-        attributes: that it changes: the class whose method does so, that method, the name, and such a path.
+        names: that are not local, and those of enclosing functions.
+        changed: names and attributes of which it changes what they stand for.
         words: all names, attributes and texts. texts: the short ones.
-        writes: it may write files. shows_set: it has a set.
-        computes_import: it imports a module whose name it computes.
     """
 
-    def __init__(self, node: ast.AST, documented: bool) -> None:
-        self.names: dict[Use, None] = {}
-        self.changed: set[tuple[str, Path]] = set()
-        self.rebound: set[str] = set()
-        self.arguments: set[tuple[str, Path]] = set()
-        self.attributes: set[tuple[str, str, str, Path]] = set()
+    def __init__(self, node: ast.AST, documented: bool = True) -> None:
+        self.names: dict[Name, None] = {}
+        self.changed: set[str] = set()
         self.words: set[str] = set()
         self.texts: dict[str, None] = {}
-        self.writes = self.computes_import = self.shows_set = False
-        self._documented = documented
-        self._waiting: list[tuple[ast.AST, tuple[_Scope, ...]]] = [(node, ())]
-        while self._waiting:
-            one, scopes = self._waiting.pop()
-            self._visit(one if documented else bare(one), scopes)
-
-    def _push(self, nodes: Iterable[Any], scopes: tuple[_Scope, ...]) -> None:
-        self._waiting += [(node, scopes) for node in reversed([*nodes]) if node is not None]
-
-    def _visit(self, node: ast.AST, scopes: tuple[_Scope, ...]) -> None:
-        owner = scopes[-1].owner if scopes else ("", "", "")
-        if isinstance(node, Function):
-            self._function(node, scopes, owner)
-        elif isinstance(node, ast.ClassDef):
-            self._push(node.body, (*scopes, _Scope(bound_names(node.body), True, (node.name, "", ""))))
-            self._push([*node.decorator_list, *node.bases, *node.keywords], scopes)
-        elif isinstance(node, _COMPREHENSIONS):
-            self.shows_set |= isinstance(node, ast.SetComp)
-            names = bound_names([part.target for part in node.generators])
-            begin, *rest = node.generators
-            elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-            self._push([begin.target, *begin.ifs, *rest, *elements], (*scopes, _Scope(names, False, owner)))
-            self._push([begin.iter], scopes)
-        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            self._chain(node, None, scopes, owner)
-        elif isinstance(node, ast.Call):
-            self._push([*node.args, *node.keywords], scopes)
-            self._note_call(node)
-            self._chain(node.func, node, scopes, owner)
-        elif not isinstance(node, ast.Import | ast.ImportFrom):
-            self._note_text(node)
-            self.shows_set |= isinstance(node, ast.Set)
-            if isinstance(node, ast.Global) or (isinstance(node, ast.Nonlocal) and len(scopes) == 1):
-                self.rebound |= set(node.names)
-            self._push(ast.iter_child_nodes(node), scopes)
-
-    def _function(self, node: Function, scopes: tuple[_Scope, ...], owner: tuple[str, str, str]) -> None:
-        body = node.body if isinstance(node.body, list) else [node.body]
-        arguments = [one for one in ast.walk(node.args) if isinstance(one, ast.arg)]
-        if scopes and scopes[-1].is_class:
-            first = [*node.args.posonlyargs, *node.args.args][:1]
-            owner = (owner[0], getattr(node, "name", ""), first[0].arg if first else "")
-        names = bound_names(body) | dict.fromkeys(one.arg for one in arguments)
-        names |= dict.fromkeys(one.name for one in getattr(node, "type_params", []))
-        outer = tuple(one for one in scopes if not one.is_class)
-        self._push(body, (*outer, _Scope(names, False, owner)))
-        hints = [one.annotation for one in arguments] if self._documented else []
-        decorators = getattr(node, "decorator_list", [])
-        self._push(
-            [*node.args.defaults, *node.args.kw_defaults, *decorators, *hints, getattr(node, "returns", None)], scopes
-        )
+        nodes = [node]
+        for part in nodes:
+            if not documented:
+                strip(part)
+            nodes += ast.iter_child_nodes(part)
+        known = _globals(node, nodes)
+        inside: set[ast.AST] = set()
+        building: set[ast.AST] = set()
+        late: dict[str, list[Import]] = {}
+        for part in nodes:
+            if isinstance(part, ast.Import | ast.ImportFrom):
+                for name, bound in imported(part):
+                    late.setdefault(name, []).append(bound)
+        for part in nodes:
+            if isinstance(part, Definition) and _BUILDERS.fullmatch(part.name):
+                building |= {*ast.walk(part)}
+            if isinstance(part, ast.Global | ast.Nonlocal):
+                self.changed |= {*part.names}
+            elif isinstance(part, ast.Call):
+                called = part.func
+                if isinstance(called, ast.Attribute) and _CHANGING.fullmatch(called.attr) and part not in building:
+                    self.changed |= {*dotted(called.value)}
+            elif isinstance(part, ast.Name | ast.Attribute | ast.Subscript):
+                self.words.add(str(getattr(part, "id", None) or getattr(part, "attr", "")))
+                if not isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load) and part not in building:
+                    self.changed |= {*dotted(part)}
+                if part not in inside:
+                    root, path = _chain(part, inside)
+                    if root in known:
+                        self.names[Name(root, path)] = None
+                    self.names |= {Name(root, path, bound): None for bound in late.get(root, [])}
+            else:
+                self._note_text(part)
+        if not self.words.isdisjoint({"import_module", "__import__"}):
+            self.names |= {Name("", (), Import(text, None, 0)): None for text in self.texts}
 
     def _note_text(self, node: ast.AST) -> None:
-        parts = [node]
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):  # HERE / "prompts" / "a.txt"
-            parts = [one for one in ast.walk(node) if isinstance(one, ast.Constant)]
-        texts = [one.value for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-        short = [one for one in texts if len(one) < _SHORT and "\n" not in one]
-        self.words |= set(short)
-        self.texts |= dict.fromkeys(short)
-
-    def _note_call(self, call: ast.Call) -> None:
-        name = dotted(call.func)[-1:]
-        texts = [getattr(one, "value", None) for one in [*call.args, *(one.value for one in call.keywords)]]
-        self.writes |= name == ["open"] and any(re.fullmatch("[wax][bt+]*", str(one)) for one in texts)
-        if name in (["import_module"], ["__import__"]):
-            text = texts[0] if texts and isinstance(texts[0], str) else ""
-            self.computes_import |= not text
-            if text:
-                bound = Import(text.lstrip("."), None, len(text) - len(text.lstrip(".")), True)
-                self.names[Use(name[0], (), imported=bound)] = None
-
-    def _chain(
-        self, node: ast.AST, call: ast.Call | None, scopes: tuple[_Scope, ...], owner: tuple[str, str, str]
-    ) -> None:
-        steps: list[Any] = []
-        inner = node
-        while isinstance(inner, ast.Attribute | ast.Subscript):
-            steps.insert(0, inner)
-            inner = inner.value
-        self._push([one.slice for one in steps if isinstance(one, ast.Subscript)], scopes)
-        names = [one.attr for one in steps if isinstance(one, ast.Attribute)]
-        self.words |= set(names)
-        self.writes |= not _WRITES.isdisjoint(names)
-        stores = any(
-            not isinstance(getattr(one, "ctx", None), ast.Load) for one in [inner, *steps] if hasattr(one, "ctx")
-        )
-        method = ""
-        if call is not None and steps and isinstance(steps[-1], ast.Attribute):
-            method = steps.pop().attr
-        changes = (stores and bool(steps)) or method in _CHANGING
-        path = tuple(map(_step, itertools.takewhile(_is_constant, steps)))
-        called = bool(method) and len(path) == len(steps)
-        if changes:
-            self._note_attribute(inner, steps, owner)
-        if not isinstance(inner, ast.Name):
-            self._push([inner], scopes)
-            return
-        scope = next((one.names for one in reversed(scopes) if inner.id in one.names), {})
-        bound = scope.get(inner.id)
-        if inner.id in scope and bound is None:
-            if changes:
-                self.arguments.add((inner.id, path))
-        elif steps or not stores:
-            self.words.add(inner.id)
-            whole = (*path, method) if called else path
-            self.names[Use(inner.id, whole, called, path if changes else None, bound)] = None
-            if changes:
-                self.changed.add((inner.id, path))
-
-    def _note_attribute(self, inner: ast.AST, steps: list[Any], owner: tuple[str, str, str]) -> None:
-        index = max((number for number, one in enumerate(steps) if isinstance(one, ast.Attribute)), default=-1)
-        if index >= 0 and owner[1] not in _BUILDERS:
-            is_own = isinstance(inner, ast.Name) and inner.id == owner[2]
-            path = tuple(map(_step, itertools.takewhile(_is_constant, steps[index + 1 :])))
-            self.attributes.add((owner[0] if is_own else "", owner[1], steps[index].attr, path))
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Constant) and isinstance(value, str) and len(value) < _SHORT and "\n" not in value:
+            self.words.add(value)
+            self.texts[value] = None
+        elif isinstance(node, ast.Set | ast.SetComp):
+            self.words.add("set")
 
 
-def _is_constant(step: ast.Attribute | ast.Subscript) -> bool:
-    return isinstance(step, ast.Attribute) or isinstance(step.slice, ast.Constant)
+def _globals(node: ast.AST, nodes: list[ast.AST]) -> set[str]:
+    """The global names, and the variables of enclosing functions."""
+    loaded = {part.id for part in nodes if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
+    statement: Any = node
+    if isinstance(node, ast.expr):
+        statement = ast.copy_location(ast.Expr(node), node)
+    try:
+        code = compile_tree(ast.Module([statement], []))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # nonlocal, for example
+        return loaded
+    codes = [*nested_codes(code)]
+    local = {name for one in codes for name in (*one.co_varnames, *one.co_cellvars, *one.co_freevars)}
+    if any(local & {*one.co_names} for one in codes):  # a name is a local variable in one function, and none in another
+        return loaded_names(code)
+    return loaded - local
 
 
-def _step(step: Any) -> str:
-    return step.attr if isinstance(step, ast.Attribute) else key(step.slice.value)
+def _chain(node: ast.AST, inside: set[ast.AST]) -> tuple[str, Path]:
+    """``("a", ("b", "['c']"))`` for ``a.b["c"]``."""
+    steps: list[str] = []
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Attribute):
+            steps.insert(0, node.attr)
+        elif isinstance(node.slice, ast.Constant):
+            steps.insert(0, key(node.slice.value))
+        else:
+            steps = []
+        node = node.value
+        inside.add(node)
+    return getattr(node, "id", ""), tuple(steps)
 
 
-def bound_names(body: Iterable[ast.AST]) -> dict[str, Import | None]:
-    """The names that statements bind in their own scope; of imports, with what they bind."""
-    names: dict[str, Import | None] = {}
-    outer: set[str] = set()
-    waiting: list[ast.AST] = [*body]
+def bound_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names that statements of a module bind."""
+    names: set[str] = set()
+    waiting = [*nodes]
     while waiting:
         node = waiting.pop()
         if isinstance(node, Definition):
-            names[node.name] = None
-        elif isinstance(node, _COMPREHENSIONS):  # of which only := binds here
-            names |= {one.target.id: None for one in ast.walk(node) if isinstance(one, ast.NamedExpr)}
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= imported(node, late=True)
-        elif isinstance(node, ast.Global | ast.Nonlocal):
-            outer |= set(node.names)
+            names |= {name for name, _ in imported(node)}
         elif not isinstance(node, ast.Lambda):
             if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                names[node.id] = None
-            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.MatchMapping):
-                names[getattr(node, "name", None) or getattr(node, "rest", None) or ""] = None
+                names.add(node.id)
             waiting += ast.iter_child_nodes(node)
-    return {name: bound for name, bound in names.items() if name not in outer}
+    return names
 
 
-def imported(node: ast.Import | ast.ImportFrom, late: bool) -> Iterator[tuple[str, Import]]:
+def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Import]]:
     """The names that an import binds."""
     for alias in node.names:
         if isinstance(node, ast.ImportFrom):
-            yield alias.asname or alias.name, Import(node.module or "", alias.name, node.level, late)
+            yield alias.asname or alias.name, Import(node.module or "", alias.name, node.level)
         else:
-            full = alias.name if alias.asname else alias.name.partition(".")[0]
-            yield alias.asname or full, Import(full, None, 0, late)
+            top = alias.name.partition(".")[0]
+            if alias.asname:
+                yield alias.asname, Import(alias.name, None, 0)
+            else:
+                yield top, Import(top, None, 0)
 
 
 def dotted(node: ast.AST) -> list[str]:

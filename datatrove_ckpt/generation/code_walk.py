@@ -8,7 +8,7 @@
     what differs at each start or on each machine (time, chance, a pid) counts by its source, and is named
 
 Modules are found and parsed, never imported. Installed packages do not count. What the rollout itself changes (a cache,
-a counter) is its state, and counts by its source at most.
+a counter) counts as this process saw it first.
 
 Fields are named without modules, so that a helper may move to another module. Of two things of one name, the second has
 a number. This module imports only the standard library: a test runs it alone on every Python that it finds.
@@ -20,45 +20,26 @@ import ast
 import collections
 import functools
 import gc
-import json
 import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_modules import (
-    MAIN,
-    PIPELINE,
-    Binding,
-    Module,
-    Project,
-    fingerprint,
-    is_importable,
-)
+from datatrove_ckpt.generation.code_modules import MAIN, PIPELINE, Module, Project, fingerprint, is_importable
 from datatrove_ckpt.generation.code_text import digest, loaded_names, write_code
-from datatrove_ckpt.generation.code_uses import TEXT_FILES, Definition, Function, Import, Use
-from datatrove_ckpt.generation.code_values import (
-    LEFT,
-    LeftOut,
-    Path,
-    Plain,
-    attributes,
-    cells,
-    folder_of,
-    follow,
-    type_name,
-    without,
-    wrapped,
-)
+from datatrove_ckpt.generation.code_uses import Definition, Function, Name
+from datatrove_ckpt.generation.code_values import Path, Plain, attributes, cells, is_pacing, type_name, wrapped
 
-_DESCRIBING = {
-    *("__doc__", "getdoc", "get_type_hints", "__annotations__", "get_annotations", "signature", "getsource"),
-    *("getfullargspec", "model_json_schema", "TypeAdapter", "create_model"),
-}
+_DESCRIBING = re.compile(
+    "__doc__|getdoc|get_type_hints|(__|get_)annotations(__)?|signature|getsource|getfullargspec|model_json_schema|"
+    "TypeAdapter|create_model"
+)
+_TEXT_FILE = re.compile(r".*\.(txt|md|json|ya?ml|toml|j2|jinja2?|prompt|tmpl)")
+_WRITES = re.compile("write(_text|_bytes|lines)?|dump")
 _MAX_FILE = 2**20
-_Def = ast.FunctionDef | ast.AsyncFunctionDef
+_DEEPEST = 20_000
 _MISSING = object()
 USED = "uses."
 """Beginning of the fields about what a rollout uses."""
@@ -78,7 +59,7 @@ class Description(NamedTuple):
         own: those fields that describe what a pickle holds by value.
         counts: how many things of one name are among them.
         edges: what that uses of modules that can be imported.
-        state, documented: what it says about all the rest.
+        state: the names of what it changes. documented: docstrings and hints count.
         left: what is not compared, and why.
     """
 
@@ -87,7 +68,7 @@ class Description(NamedTuple):
     own: dict[str, object]
     counts: dict[str, int]
     edges: list[tuple[Any, ...]]
-    state: frozenset[tuple[str, ...]]
+    state: frozenset[str]
     documented: bool
     left: list[str]
 
@@ -96,464 +77,340 @@ class _Found:
     """Something that was reached: a definition, a variable, or a function that is a value."""
 
     def __init__(self, label: str, where: str, own: bool) -> None:
-        self.label, self.where, self.own = label, where, own
+        self.label = label
+        self.where = where
+        self.own = own
+        self.root = self.is_code = False
+        self.paths: set[Path] = set()
+        self.clear()
+
+    def clear(self) -> None:
         self.texts: list[str] = []
         self.bytecode: list[str] = []
-        self.values: dict[str, tuple[object, list[str]]] = {}
-        self.files: dict[tuple[str, str], None] = {}
-        self.is_code = self.root = self.writes = False
-        self.paths: dict[Path, None] = {}
+        self.values: dict[str, object] = {}
+        self.words: dict[str, str] = {}
 
 
 class Walk:
     """One walk through the code. See the module.
 
     Args:
-        project: what walks before this one have found, too.
-        state: what is known to change while the rollout runs.
+        state: names of what is known to change while the rollout runs.
         documented: docstrings and hints count.
         before: the fields that are known already, of what came by value.
     """
 
-    def __init__(
-        self, project: Project, state: frozenset[tuple[str, ...]], documented: bool, before: Description | None
-    ) -> None:
-        self._user, self._known_state, self._documented, self._before = project, state, documented, before
-        self.state: set[tuple[str, ...]] = set()
-        self.describes = documented
+    def __init__(self, state: frozenset[str], documented: bool, before: Description | None) -> None:
+        self._project = Project(state, documented)
+        self._before = before
+        self._state = set(state)
+        self._documented = documented
         self._found: dict[object, _Found] = {}
-        self._inside: set[tuple[str, str]] = set()
-        self._running: set[str] = set()
-        self._attributes: set[tuple[str, str, str, Path]] = set()
-        self._waiting: tuple[collections.deque[Callable[[], None]], ...] = (collections.deque(), collections.deque())
+        self._waiting: list[tuple[Any, ...]] = []
         self._edges: dict[tuple[Any, ...], None] = {}
-        self._folders: dict[tuple[str, str], None] = {}
-        self._changing: dict[type, LeftOut] = {}
 
     # from name to name -----------------------------------------------------------------------------------------------
 
-    def _take(self, found: _Found, module: Module, bound: Binding, runs: bool) -> None:
-        """A statement joins, with the conditions around it."""
-        for node in (bound.statement, *bound.tests):
-            self._take_node(found, module, node, runs, {})
-
-    def _take_node(
-        self, found: _Found, module: Module, node: ast.AST, runs: bool, closed: Mapping[str, object]
-    ) -> list[Use]:
+    def _take(self, found: _Found, module: Module, node: ast.AST, runs: bool, closed: Iterable[str] = ()) -> list[Name]:
         """Joins a part of a module, and follows what it names. Returns what it uses of enclosing functions."""
-        documented = self._documented or module.documented(node)
-        found.texts.append(module.source.text(node, documented))
-        uses = module.source.uses(node, documented)
-        self.describes |= not _DESCRIBING.isdisjoint(uses.words)
-        self._folders |= dict.fromkeys((text, module.folder) for text in uses.texts)
-        found.writes |= uses.writes
-        found.files |= {(text, module.folder): None for text in uses.texts if text.endswith(TEXT_FILES)}
+        uses = module.source.uses(node)
+        found.texts.append(module.source.text(node))
+        found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))], module.folder)
+        self._documented |= any(map(_DESCRIBING.fullmatch, uses.words))
+        if not uses.words.isdisjoint({"import_module", "__import__"}) and not uses.texts:
+            self._project.left[f"the module that {found.where} imports by a computed name"] = None
         if runs:
-            self._attributes |= uses.attributes
-            self._running |= uses.words
-            self.state |= {(module.name, name, "=") for name in uses.rebound}
-        if uses.computes_import:
-            self._user.left[f"the module that {found.where} imports by a computed name"] = None
-        for use in uses.names:
-            use = use if runs else use._replace(changed=None)
-            if use.imported is not None:
-                self._import(found, module, use.imported, use)
-            elif use.root in closed:
-                self._module_around(found, closed[use.root])
+            self._state |= uses.changed
+        for name in uses.names:
+            if name.root not in closed:
+                self._follow(found, module, name)
+        return [name for name in uses.names if name.root in closed]
+
+    def _take_all(self, found: _Found, module: Module, name: str) -> None:
+        for one in module.source.statements(name):
+            for node in (one.statement, *one.tests):
+                self._take(found, module, node, getattr(node, "name", "") == name)
+
+    def _follow(self, found: _Found, module: Module, name: Name) -> None:
+        root = name.root
+        if root == "globals" and root not in module.source.bindings:
+            self._go(found, module, ())
+        for bound in module.source.imports(root):
+            for test in bound.tests:
+                self._take(found, module, test, False)
+            if bound.imported.name not in (None, root):
+                found.texts.append(f"{root}={bound.imported.name}")
+        for target, steps in self._project.targets(module, name):
+            if target is None:
+                found.texts.append(f"{root}={'.'.join(steps[: len(steps) - len(name.path)])}")
             else:
-                self._name(found, module, use)
-        return [use for use in uses.names if use.root in closed]
+                self._go(found, target, steps)
 
-    def _module_around(self, found: _Found, value: object) -> None:
-        """A module that the enclosing function has imported."""
-        if (
-            isinstance(value, types.ModuleType)
-            and (module := self._user.module(value.__name__, late=False)) is not None
-        ):
-            self._go(found, module, None)
-
-    def _name(self, found: _Found, module: Module, use: Use) -> None:
-        name = use.root
-        module = self._user.home(module, name)
-        if (module.file, name) in self._inside:  # modules that take it from each other
-            return
-        self._inside.add((module.file, name))
-        bindings = module.source.bindings.get(name, [])
-        for bound in bindings:
-            if bound.imported is not None:
-                self._import(found, module, bound.imported, use)
-                for test in bound.tests:
-                    self._take_node(found, module, test, False, {})
-        is_given = not bindings and name in module.values and (name == "__doc__" or not name.startswith("__"))
-        star = self._user.star(module, name)
-        if is_given or any(bound.imported is None for bound in bindings):
-            self._reach(found, module, use)
-        elif not bindings and star is not None:
-            self._go(found, star, use)
-        elif name == "globals":
-            self._go(found, module, None)
-        self._inside.discard((module.file, name))
-
-    def _import(self, found: _Found, module: Module, bound: Import, use: Use) -> None:
-        target, steps = self._user.resolve(module, bound, use.path)
-        if target is None:
-            found.texts.append(f"{use.root}={'.'.join(steps[: len(steps) - len(use.path)])}")
-        elif not steps:
-            self._go(found, target, None)
-        elif self._user.binds(target, steps[0]):
-            if bound.name not in (None, use.root):
-                found.texts.append(f"{use.root}={bound.name}")
-            changed = use.changed
-            if changed is not None:
-                changed = changed[len(use.path) - len(steps) + 1 :]
-            self._go(found, target, Use(steps[0], steps[1:], use.called and len(steps) > 1, changed))
-        elif not steps[0].startswith("__"):
-            self._go(found, target, None)
-
-    def _go(self, found: _Found, module: Module, use: Use | None, label: str | None = None) -> None:
+    def _go(self, found: _Found, module: Module, steps: Path, label: str = "") -> None:
         """Into a module. What a pickle holds by value notes what it uses of modules that are imported."""
         if found.own and not module.travels:
-            self._edges[module.name, use, not module.live, label] = None
-            self._waiting[1].append(lambda: self._enter(module, use, label, None))
+            self._edges[module.name, steps, label] = None
+        elif steps:
+            self._reach(module, steps, label)
         else:
-            self._enter(module, use, label, found)
-
-    def _enter(self, module: Module, use: Use | None, label: str | None, origin: _Found | None) -> None:
-        found = origin or _Found("", module.name, own=False)
-        if use is None:
             for name in module.source.bindings:
-                is_own = any(bound.imported is None for bound in module.source.bindings[name])
-                if is_own and (name == "__getattr__" or not name.startswith("__")):
-                    self._reach(found, module, Use(name, ()))
-        elif label is not None:
-            self._reach(found, module, use, label)
-        else:
-            self._name(found, module, use)
+                if not module.source.imports(name) and (name == "__getattr__" or not name.startswith("__")):
+                    self._reach(module, (name,))
 
-    def _reach(self, origin: _Found, module: Module, use: Use, label: str | None = None) -> None:
+    def _reach(self, module: Module, steps: Path, label: str = "") -> None:
         if self._before is not None and module.travels:
             return
-        place = (module.file, use.root, module.live)
+        name, *path = steps
+        place = (module.file, name)
         if place not in self._found:
-            self._found[place] = _Found(use.root, _where(module, use.root), module.travels)
+            self._found[place] = _Found(name, _where(module, name), module.travels)
         found = self._found[place]
-        before = (len(found.paths), found.root)
-        if label is not None:
-            found.label, found.root = label, True
-        if use.changed is not None:
-            self.state.add((module.name, use.root, *use.changed))
-        found.paths[use.path[:-1] if use.called else use.path] = None
-        if (len(found.paths), found.root) != before:
-            self._waiting[0 if found.own else 1].append(lambda: self._visit(found, module, use.root))
+        if label:
+            found.label = label
+            found.root = True
+        if tuple(path) not in found.paths:
+            found.paths.add(tuple(path))
+            self._waiting.append((self._visit, found, module, name))
 
     # what is there ---------------------------------------------------------------------------------------------------
 
     def _visit(self, found: _Found, module: Module, name: str) -> None:
-        found.texts, found.values, found.files = [], {}, {}
-        source = module.source
-        statements = [one for one in source.bindings.get(name, []) if one.imported is None]
-        statements += [one for one in source.changes.get(name, []) if one not in statements]
+        found.clear()
         value = module.values.get(name, _MISSING)
-        if name == "__doc__":  # as written, since Python 3.13 changes its indentation
-            value = ast.get_docstring(source.tree)
-        if any(isinstance(one.statement, Definition) and one.statement.name == name for one in statements):
-            found.is_code = True
-            for one in statements:
-                self._take(found, module, one, runs=getattr(one.statement, "name", "") == name)
-            if value is not _MISSING:
-                self._look_at_definition(found, module, name, value)
-            return
-        state = {one[2:] for one in self._known_state if one[:2] == (module.name, name)}
-        if ("=",) in state:
-            return
-        plain, fields = Plain(self._user.owns, self._left_out, module.folder), dict[str, Any]()
-        is_state = () in state
-        for path in _shortest(set(found.paths) - (state - {()})) if value is not _MISSING else []:
-            part, done = follow(value, path)
-            if not is_state:
-                part = without(part, {one[len(done) :] for one in state if one[: len(done)] == done})
-                is_state = part is LEFT
-            fields[_field_of(done)] = plain.of(part), plain.take_form()
-        self._name_left(found.where, plain)
-        is_shown = self._reach_all(found, plain) and not plain.is_opaque and value is not _MISSING
-        if plain.is_pacing:
-            return
-        cause = (
-            self._user.cause_of(module, name, frozenset()) or plain.cause or _order_of_set(module, statements, value)
-        )
-        if is_shown and not cause and not is_state:
-            found.values = fields
-            texts = re.findall(r'"([^"]+)"', json.dumps([one for one, _ in fields.values()]))
-            found.files |= {(one, module.folder): None for one in texts if one.endswith(TEXT_FILES)}
-            if not plain.left:
-                return
-        for one in statements:
-            self._take(found, module, one, runs=False)
-        if cause and value is not _MISSING:
-            self._user.left[f"the value of {found.where} ({cause})"] = None
+        found.is_code = any(getattr(one.statement, "name", "") == name for one in module.source.statements(name))
+        if found.is_code or value is _MISSING:
+            self._take_all(found, module, name)
+        if found.is_code:
+            self._look_inside(found, module, name, value)
+        elif value is not _MISSING and not is_pacing(value):
+            cause = self._project.cause_of(module, name)
+            plain = self._add(found, module.values, name, value, module.folder, found.paths, cause, prefix="")
+            if plain.is_opaque or cause or plain.cause:
+                found.values = {}
+                self._take_all(found, module, name)
+            found.words |= dict.fromkeys(re.findall(r"[^'\"/]+", str(found.values)), module.folder)
 
-    def _look_at_definition(self, found: _Found, module: Module, top: str, value: Any) -> None:
+    def _look_inside(self, found: _Found, module: Module, top: str, value: Any) -> None:
         """What the source of a definition does not show: wrappers, values that were computed, what was set later."""
-        plain = Plain(self._user.owns, self._left_out, module.folder)
-        for name, part in sorted(vars(value).items()) if isinstance(value, type) else [("", value)]:
+        parts = {"": value}
+        if isinstance(value, type):
+            parts = dict(sorted(vars(value).items()))
+        for name, part in parts.items():
             inner = getattr(part, "fget", None) or getattr(part, "__func__", part)
             code = getattr(inner, "__code__", None)
-            if code is not None and code.co_qualname == (f"{top}.{name}" if name else top):
-                node = module.source.find(code, module.was_edited)
-                if node is None and module.was_edited:
-                    found.bytecode.append(write_code(code))  # the source was edited after it was imported
-                if isinstance(node, _Def):
-                    self._add_computed(found, module, inner, node)
+            if code is not None and code.co_qualname == f"{top}.{name}".rstrip("."):
+                self._look_at_function(found, module, inner)
             elif isinstance(part, str | int | float | bytes):
-                if not name.startswith("_") and name not in self._left_out(value):
-                    self._add(found, f".{name}", part, file=module.file)
+                if not name.startswith("_") and name not in self._project.unstable_of(value):
+                    self._add(found, value, name, part, module.folder)
             elif not name.startswith("__"):
-                plain.of(inner)
-        plain.code = [one for one in plain.code if one is not value or not isinstance(value, type)]
-        self._reach_all(found, plain)
+                self._reach_all(found, Plain(self._project, module.folder).look(value, name, inner))
 
-    def _add_computed(self, found: _Found, module: Module, function: Any, node: _Def) -> None:
+    def _look_at_function(self, found: _Found, module: Module, function: Any) -> None:
         """What a definition computed when it was executed: its defaults, and which of several of its name it is."""
-        same = [one.statement for one in module.source.bindings.get(node.name, [])]
+        node: Any = next(iter(module.find(function.__code__)), None)
+        if node is None and module.was_edited:
+            found.bytecode.append(write_code(function.__code__))  # the source was edited after it was imported
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return
+        same = [one.statement for one in module.source.statements(node.name)]
         if node in same[:-1]:
-            found.values[f" {same.index(node)}"] = node.name, list[str]()
-        arguments = [*node.args.posonlyargs, *node.args.args]
-        named = arguments[len(arguments) - len(node.args.defaults) :]
-        defaults = function.__defaults__ or ()
-        for argument, written, value in zip(named, node.args.defaults, defaults, strict=False):
+            found.values[f" {same.index(node)}"] = node.name
+        names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)][-len(node.args.defaults) :]
+        for name, written, value in zip(names, node.args.defaults, function.__defaults__ or (), strict=False):
             if not isinstance(written, ast.Constant) and isinstance(value, str | int | float | bytes):
-                cause = self._user.cause_in(module, written, frozenset())
-                self._add(found, f".{argument.arg}", value, cause=cause, file=module.file)
+                cause = self._project.cause_in(module, written)
+                self._add(found, function, name, value, module.folder, cause=cause)
 
-    def _reach_all(self, found: _Found, plain: Plain) -> bool:
-        """Follows the user's functions and classes in values. False: the source of one is that of the value."""
-        return False not in [self._reach_value(found, one) for one in plain.code]
+    def _reach_all(self, origin: _Found, plain: Plain) -> None:
+        """Follows the user's functions, classes and modules in values."""
+        for thing in plain.code:
+            if isinstance(thing, types.FunctionType | type):
+                plain.is_opaque |= not self._code(origin, thing)
+            elif isinstance(thing, types.ModuleType):
+                module = self._project.module(thing.__name__)
+                if module is not None:
+                    self._go(origin, module, ())
 
-    def _reach_value(self, origin: _Found, thing: Any) -> bool:
-        """Follows a function, class or module of the user. False: its source is that of a value."""
-        if isinstance(thing, types.ModuleType):
-            self._module_around(origin, thing)
-        elif isinstance(thing, types.FunctionType):
-            self._function(origin, thing)
-        else:
-            return self._class(origin, thing)
-        return True
-
-    def _class(self, origin: _Found, cls: type) -> bool:
-        methods = [one for one in vars(cls).values() if isinstance(one, types.FunctionType) and self._user.owns(one)]
-        module = self._user.module(cls.__module__, late=False) or (self._user.space(methods[0]) if methods else None)
+    def _code(self, origin: _Found, thing: Any, label: str = "") -> bool:
+        """Follows a function or class. False: its source is that of a value."""
+        module, nodes = self._project.source_of(thing)
         if module is None:
             return False
-        top = cls.__qualname__.partition(".")[0]
-        module = self._user.home(module, top)
-        if any(isinstance(one.statement, ast.ClassDef) for one in module.source.bindings.get(top, [])):
-            self._go(origin, module, Use(top, ()))
+        top = thing.__qualname__.partition(".")[0]
+        around = [one.statement for one in module.source.statements(top) if isinstance(one.statement, Definition)]
+        spans = [range(one.lineno, (one.end_lineno or 0) + 1) for one in around]
+        if "<locals>" not in thing.__qualname__ and any(node.lineno in span for span in spans for node in nodes):
+            self._go(origin, module, (top,), label)
             return True
-        nodes = [one for one in module.source.named(cls.__name__) if isinstance(one, ast.ClassDef)]
-        if nodes and cls not in self._found:
-            found = self._found[cls] = _Found(cls.__name__, _where(module, cls.__qualname__), origin.own)
+        place: Any = thing
+        own = origin.own
+        if isinstance(thing, types.FunctionType):
+            # dill makes a copy of a function. Two of one factory have the same code, and other things around it.
+            around_it = [id(one) for _, one in cells(thing) if isinstance(one, list | dict | set)]
+            place = (fingerprint(thing), *around_it)
+            own = module.travels or (own and not is_importable(thing))
+        elif not nodes:
+            return False
+        if place not in self._found:
+            found = self._found[place] = _Found(label or thing.__name__, _where(module, thing.__qualname__), own)
+            found.root = bool(label)
             found.is_code = True
-            for node in nodes:
-                self._take(found, module, Binding(node), runs=True)
-        return bool(nodes)
+            if self._before is None or not own:
+                self._waiting.append((self._visit_code, found, module, thing, nodes))
+        return True
 
-    def _function(self, origin: _Found, function: types.FunctionType, label: str | None = None) -> None:
-        module = self._user.space(function)
-        top = function.__qualname__.partition(".")[0]
-        node = module.source.find(function.__code__, module.was_edited)
-        line = getattr(node, "lineno", 0)
-        within = [one.statement for one in module.source.bindings.get(top, []) if isinstance(one.statement, Definition)]
-        is_top = any(one.lineno <= line <= (one.end_lineno or 0) for one in within)
-        if "<locals>" not in function.__qualname__ and is_top:
-            self._go(origin, module, Use(top, ()), label)
-            return
-        # dill makes a copy of a function. Two of one factory have the same code, and other things around it.
-        place = (fingerprint(function), *(id(one) for _, one in cells(function) if isinstance(one, list | dict | set)))
-        if place in self._found:
-            return
-        own = module.travels or (origin.own and not is_importable(function))
-        found = self._found[place] = _Found(label or function.__name__, _where(module, function.__qualname__), own)
-        found.root, found.is_code = label is not None, True
-        if self._before is None or not own:
-            self._waiting[0 if own else 1].append(lambda: self._visit_function(found, module, function, node))
-
-    def _visit_function(
-        self, found: _Found, module: Module, function: types.FunctionType, node: ast.AST | None
-    ) -> None:
-        closed = dict(cells(function))
-        if node is None:
-            found.bytecode.append(write_code(function.__code__))
-            for name in sorted(loaded_names(function)):
-                if name in module.values:
-                    self._reach(found, module, Use(name, ()))
-            used = [Use(name, ()) for name in closed]
-        else:
-            used = self._take_node(found, module, node, True, closed)
-            used += [Use(name, ()) for name in closed if name == "__class__"]
-        around = [one for name in function.__qualname__.split(".")[:-1] for one in module.source.named(name)]
-        causes = self._user.unstable_names(module, [one for one in around if isinstance(one, Function)])
-        rebound = module.source.uses(node, False).rebound if node is not None else set()
-        for name in dict.fromkeys(use.root for use in used if use.root not in rebound):
-            changed = {use.changed for use in used if use.root == name and use.changed is not None}
-            for path in _shortest([use.path[: len(use.path) - use.called] for use in used if use.root == name]):
-                part, done = follow(closed[name], path)
-                rest = {one[len(done) :] for one in changed if one[: len(done)] == done}
-                self._add(found, f".{name}{_field_of(done)}", part, rest, causes.get(name, ""), module.file)
+    def _visit_code(self, found: _Found, module: Module, thing: Any, nodes: list[Any]) -> None:
+        closed = dict(cells(thing))
+        used: list[Name] = []
+        for node in nodes:
+            used += self._take(found, module, node, True, closed)
+        if not nodes:
+            found.bytecode.append(write_code(thing.__code__))
+            used += map(Name, closed)
+            for name in sorted(loaded_names(thing.__code__) & module.values.keys()):
+                self._reach(module, (name,))
+        around = [one for name in thing.__qualname__.split(".")[:-1] for one in module.source.named(name)]
+        causes = self._project.unstable_names(module, [one for one in around if isinstance(one, Function)])
+        for name in dict.fromkeys(use.root for use in used):
+            paths = {use.path for use in used if use.root == name}
+            self._add(found, thing, name, closed[name], module.folder, paths, causes.get(name, ""))
 
     def _add(
-        self, found: _Found, name: str, value: object, changed: Iterable[Path] = (), cause: str = "", file: str = ""
-    ) -> None:
-        """A value that belongs to something: of an enclosing function, an argument, an attribute.
+        self,
+        found: _Found,
+        owner: object,
+        name: str,
+        value: object,
+        folder: str = "",
+        paths: Iterable[Path] = ((),),
+        cause: str = "",
+        prefix: str = ".{}",
+    ) -> Plain:
+        """Parts of a value: of a variable, of an enclosing function, an argument, an attribute.
 
         Args:
-            changed: what of it the rollout changes itself.
+            cause: why it differs at each start.
         """
-        plain = Plain(self._user.owns, self._left_out, folder_of(file))
-        value = without(value, [*changed], plain.left)
-        written = plain.of(value)
-        self._name_left(f"{found.where}{name}", plain)
-        if value is LEFT:
-            return
+        plain = Plain(self._project, folder).look(owner, name, value, paths)
         self._reach_all(found, plain)
-        if cause := cause or plain.cause:
-            self._user.left[f"{found.where}{name} ({cause})"] = None
-        elif not plain.is_pacing:
-            found.values[name] = written, plain.take_form()
-
-    def _name_left(self, where: str, plain: Plain) -> None:
-        """What the rollout changes: what it was at first shows in no source."""
-        if any(one for one in plain.left if isinstance(one, str | int | float | dict | list | set | tuple)):
-            self._user.left[f"{where} (the rollout changes it)"] = None
+        cause = cause or plain.cause
+        if cause:
+            self._project.left[f"{found.where}{prefix.format(name)} ({cause})"] = None
+        elif not is_pacing(value):
+            found.values |= {prefix.format(name) + field: part for field, part in plain.parts.items()}
+        return plain
 
     # where it begins -------------------------------------------------------------------------------------------------
 
-    def root(self, label: str, thing: object, changed: Mapping[str, Iterable[Path]]) -> None:
-        """Begins at a function, object, class, or dict of values.
-
-        Args:
-            changed: names of arguments that the rollout changes itself, each with what of it.
-        """
+    def root(self, label: str, thing: object) -> None:
+        """Begins at a function, object, class, or dict of values."""
         origin = self._found["root", label] = _Found(label, label, own=True)
         origin.root = True
-        while isinstance(thing, functools.partial | dict):
-            values: Mapping[Any, Any] = (
-                thing if isinstance(thing, dict) else {**dict(enumerate(thing.args)), **thing.keywords}
-            )
-            for name, value in values.items():
-                self._add(origin, f".{name}", value, changed.get(name, ()))
-            thing = None if isinstance(thing, dict) else thing.func
-        if thing is not None:
-            self._root(origin, label, thing)
-
-    def _root(self, origin: _Found, label: str, thing: object) -> None:
+        while isinstance(thing, functools.partial | types.MethodType):
+            if isinstance(thing, types.MethodType):
+                origin.values[f".{thing.__name__}"] = thing.__name__
+                thing = thing.__self__
+            else:
+                arguments: dict[Any, object] = {**dict(enumerate(thing.args)), **thing.keywords}
+                for name, value in arguments.items():
+                    self._add(origin, thing, str(name), value)
+                thing = thing.func
         inner = thing
-        while (below := wrapped(inner)) is not None:
-            inner = below
-        if isinstance(thing, types.MethodType):
-            origin.values[f".{thing.__name__}"] = thing.__name__, []
-            self._root(origin, label, thing.__self__)
-        elif isinstance(inner, types.FunctionType):
-            origin.values[""] = inner.__name__, []
-            self._count_as_users(inner)
-            if self._user.owns(inner):
-                self._function(origin, inner, label)
-            if inner is not thing:
-                self._add(origin, ".wrapped", thing)
-        else:
-            cls = thing if isinstance(thing, type) else type(thing)
-            self._count_as_users(cls)
-            origin.values[""] = cls.__qualname__ if self._user.owns(cls) else type_name(cls), []
-            if self._user.owns(cls):
-                self._reach_value(origin, cls)
-            left_out = self._left_out(cls)
-            unstable = {name: None for name, paths in left_out.items() if paths is None}
-            for name, value in sorted(attributes(thing, unstable).items()) if cls is not thing else ():
-                self._add(origin, f".{name}", value, left_out.get(name) or ())
-
-    def _count_as_users(self, thing: object) -> None:
-        """The package of a root is the user's, even if it is installed."""
-        package = str(thing.__module__).partition(".")[0]
-        if not self._user.owns(thing) and package not in {*PIPELINE, *sys.stdlib_module_names}:
-            self._user.packages.add(package)
-
-    def _left_out(self, cls: type) -> LeftOut:
-        """The attributes that change while the rollout runs, or that its class computes anew at each start."""
-        if cls not in self._changing:
-            names = ["", *(each.__name__ for each in cls.__mro__)]
-            found = dict[str, set[Path] | None]()
-            for _, _, name, *path in [one for one in self._known_state if not one[0] and one[1] in names]:
-                found[name] = {*(found.get(name) or ()), tuple(path)}
-            for each in cls.__mro__:
-                module = self._user.module(each.__module__, late=False) if self._user.owns(each) else None
-                nodes = module.source.named(each.__name__) if module is not None else []
-                for name, cause in self._user.unstable_names(module, nodes).items() if module is not None else []:
-                    found[name] = None
-                    self._user.left[f"{each.__qualname__}.{name} ({cause})"] = None
-            self._changing[cls] = found
-        return self._changing[cls]
+        while wrapped(inner) is not None:
+            inner = wrapped(inner)
+        subject: Any = type(thing)
+        values: dict[Any, Any] = attributes(thing)
+        if isinstance(thing, dict):
+            values = thing
+        elif thing is not None:
+            if isinstance(thing, type):
+                subject = thing
+                values = {}
+            if isinstance(inner, types.FunctionType):
+                subject = inner
+                values = {"wrapped": thing}
+            if thing is inner is subject:
+                values = {}
+            package = str(subject.__module__).partition(".")[0]
+            if not self._project.owns(subject) and package not in {*PIPELINE, *sys.stdlib_module_names}:
+                self._project.packages.add(package)  # even if it is installed
+            origin.values[""] = subject.__name__
+            if self._project.owns(subject):
+                self._code(origin, subject, label)
+            elif isinstance(subject, type):
+                origin.values[""] = type_name(subject)
+        for name in sorted(values.keys() - self._project.unstable_of(type(thing)), key=str):
+            self._add(origin, thing, str(name), values[name])
 
     # the end ---------------------------------------------------------------------------------------------------------
 
-    def run(self, edges: Iterable[tuple[Any, ...]]) -> None:
-        """Follows everything that waits."""
-        for name, use, late, label in edges:
-            if (module := self._user.module(name, late)) is not None:
-                target = Use(*use) if use is not None else None
-                self._waiting[1].append(functools.partial(self._enter, module, target, label, None))
-        while any(self._waiting):
-            (self._waiting[0] or self._waiting[1]).popleft()()
-        # A method that only statements of a module call fills a table before the rollout runs.
-        called = [one for one in self._attributes if one[1] in self._running or one[1].startswith("__") or not one[1]]
-        self.state |= {("", owner, name, *path) for owner, _, name, path in called}
+    def _run(self) -> None:
+        while self._waiting:
+            visit, *arguments = self._waiting.pop(0)
+            visit(*arguments)
 
-    def result(self) -> Description:
-        fields, notes, own_counts = dict[str, object](), dict[str, str](), dict[str, int]()
-        if self._before is not None:
-            fields, notes, own_counts = dict(self._before.own), dict(self._before.notes), dict(self._before.counts)
-        own, counts = dict(fields), collections.Counter(own_counts)
-        for place, found in sorted(self._found.items(), key=lambda one: (not one[1].own, not one[1].root)):
-            is_twice = isinstance(place, tuple) and place[-1] is False and (*place[:-1], True) in self._found
-            made = {} if is_twice else self._fields_of(found, counts)
+    def describe(self, things: Mapping[str, object]) -> Description:
+        before = self._before or Description({}, {}, {}, {}, [], self._project.changed, False, [])
+        fields = dict(before.own)
+        notes = dict(before.notes)
+        counts = collections.Counter(before.counts)
+        if self._before is None:
+            for label, thing in things.items():
+                self.root(label, thing)
+        self._run()
+        own = fields | self._fields([*self._found.values()], notes, counts)
+        edges = before.edges or [*self._edges]
+        own_counts = dict(counts)
+        known = len(self._found)
+        for name, steps, label in edges:
+            module = self._project.module(name)
+            if module is not None:
+                self._go(_Found("", "", own=False), module, steps, label)
+        self._run()
+        others = [*self._found.values()][known:]
+        fields = own | self._fields(others, notes, counts)
+        left = [*self._project.left]
+        return Description(fields, notes, own, own_counts, edges, frozenset(self._state), self._documented, left)
+
+    def _fields(
+        self, things: list[_Found], notes: dict[str, str], counts: collections.Counter[str]
+    ) -> dict[str, object]:
+        fields: dict[str, object] = {}
+        for found in sorted(things, key=lambda one: not one.root):
+            made: dict[str, object] = {}
+            if found.texts or found.values or found.bytecode:
+                counts[found.label] += 1
+                base = f"{USED}{found.label}"
+                if found.root:
+                    base = found.label
+                elif counts[found.label] > 1:
+                    base += f" ({counts[found.label]})"
+                if found.bytecode:
+                    made[f"{base} code"] = f"bytecode {sys.implementation.cache_tag} {digest(*found.bytecode)}"
+                elif found.texts:
+                    made[f"{base} code"] = f"source {digest(*found.texts)}"
+                made |= {f"{base}{name}": value for name, value in found.values.items()}
+                writes = any(map(_WRITES.fullmatch, found.words))
+                for name, folder in found.words.items():
+                    if _TEXT_FILE.fullmatch(name) and not writes:
+                        made |= self._text_file(name, folder)
             fields |= made
-            notes |= dict.fromkeys(made, f"code of the function {found.where}" if found.is_code else found.where)
-            if found.own:
-                own |= made
-                own_counts = dict(counts)
-            for name, folder in () if found.writes else found.files:
-                field, text = f"{USED}file {name}", self._text_file(name, folder)
-                if text is not None and field not in fields:
-                    fields[field] = f"text {digest(text)}"
-                    own |= {field: fields[field]} if found.own else {}
-        state = frozenset(self.state | self._known_state)
-        return Description(fields, notes, own, own_counts, [*self._edges], state, self._documented, [*self._user.left])
+            note = found.where
+            if found.is_code:
+                note = f"code of the function {found.where}"
+            notes |= dict.fromkeys(made, note)
+        return fields
 
-    def _fields_of(self, found: _Found, counts: collections.Counter[str]) -> dict[str, object]:
-        if not (found.texts or found.values or found.bytecode):
-            return {}
-        counts[found.label] += 1
-        number = f" ({counts[found.label]})" if counts[found.label] > 1 else ""
-        base = found.label if found.root else f"{USED}{found.label}{number}"
-        made: dict[str, object] = {}
-        if found.bytecode:
-            made[f"{base} code"] = f"bytecode {sys.implementation.cache_tag} {digest(*found.bytecode)}"
-        elif found.texts:
-            made[f"{base} code"] = f"source {digest(*found.texts)}"
-        for name, (value, form) in found.values.items():
-            made[f"{base}{name}"] = value
-            if form:
-                made[f"{base}{name} form"] = digest(*form)
-        return made
-
-    def _text_file(self, name: str, folder: str) -> str | None:
+    def _text_file(self, name: str, folder: str) -> dict[str, object]:
         """The content of a file of the project."""
-        near = [folder, os.path.dirname(folder), os.getcwd()]  # noqa: PTH120, PTH109
-        near += [os.path.join(folder, word) for word, one in self._folders if one == folder]  # noqa: PTH118
-        for place in near:
-            path = os.path.join(place, name)  # noqa: PTH118
+        words = [word for found in self._found.values() for word in found.words]
+        for word in ("", "..", os.getcwd(), *words):  # noqa: PTH109
+            path = os.path.join(folder, word, name)  # noqa: PTH118
             if os.path.isfile(path) and os.path.getsize(path) < _MAX_FILE:  # noqa: PTH113, PTH202
                 with open(path, "rb") as file:  # noqa: PTH123
-                    return file.read().decode("latin-1")
-        return None
+                    return {f"{USED}file {name}": f"text {digest(file.read().decode('latin-1'))}"}
+        return {}
 
 
 def describe(things: Mapping[str, object], before: Description | None = None) -> Description:
@@ -562,68 +419,26 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
     Args:
         before: of a pickle: what came by value is described as it says.
     """
+    known = (frozenset[str](), False)
+    if before is not None:
+        known = (before.state, before.documented)
     collects = gc.isenabled()
+    limit = sys.getrecursionlimit()
     gc.disable()  # it would look at hundreds of thousands of nodes again and again
+    sys.setrecursionlimit(max(limit, _DEEPEST))  # a chain of a few hundred operators or elifs is a tree as deep
     try:
-        return _describe(things, before)
+        while True:
+            found = Walk(*known, before).describe(things)
+            if (found.state, found.documented) == known:
+                return found
+            known = (found.state, found.documented)
     finally:
+        sys.setrecursionlimit(limit)
         if collects:
             gc.enable()
 
 
-def _describe(things: Mapping[str, object], before: Description | None) -> Description:
-    project, changed = Project(), _arguments_changed(things.get("rollout_fn"))
-    state, documented = (before.state, before.documented) if before else (frozenset[tuple[str, ...]](), False)
-    while True:
-        walk = Walk(project, state, documented, before)
-        if before is None:
-            for label, thing in things.items():
-                walk.root(label, thing, changed)
-        walk.run(before.edges if before is not None else ())
-        grown = (state | walk.state, walk.describes)
-        if grown == (state, documented):
-            return walk.result()
-        state, documented = grown
-
-
-def _arguments_changed(function: object) -> dict[str, set[Path]]:
-    """The arguments of a function or of an object's call of which it changes what they stand for, with what of it."""
-    while isinstance(function, functools.partial) or wrapped(function) is not None:
-        function = function.func if isinstance(function, functools.partial) else wrapped(function)
-    call = getattr(function, "__func__", function)
-    call = call if isinstance(call, types.FunctionType) else vars(type(function)).get("__call__")
-    found: dict[str, set[Path]] = {}
-    if isinstance(call, types.FunctionType):
-        module = Project().space(call)
-        node = module.source.find(call.__code__, module.was_edited)
-        for name, path in module.source.uses(node, False).arguments if node is not None else ():
-            found.setdefault(name, set()).add(path)
-    return found
-
-
-def _field_of(path: Path) -> str:
-    """The steps of a path as the end of a field's name, in which a key shows whether its value is a secret."""
-    return "".join("." + step.strip("[]'\"") for step in path)
-
-
-def _shortest(paths: Iterable[Path]) -> list[Path]:
-    """Without those that begin with another."""
-    found: list[Path] = []
-    for path in sorted(paths):
-        if not any(path[: len(one)] == one for one in found):
-            found.append(path)
-    return found
-
-
-def _order_of_set(module: Module, statements: list[Binding], value: object) -> str:
-    for bound in statements if isinstance(value, str | list | tuple) else ():
-        uses = module.source.uses(bound.statement, False)
-        roots = {use.root for use in uses.names}
-        sets = [one for one in roots if isinstance(module.values.get(one), set | frozenset)]
-        if "sorted" not in roots and (sets or uses.shows_set or roots & {"set", "frozenset"}):
-            return "the order of a set"
-    return ""
-
-
 def _where(module: Module, name: str) -> str:
-    return name if module.name in (*MAIN, "builtins", "None") else f"{module.name}.{name}"
+    if module.name in (*MAIN, "builtins", "None"):
+        return name
+    return f"{module.name}.{name}"

@@ -34,7 +34,7 @@ from datatrove_ckpt.generation.code_walk import Description, describe, is_byteco
 from datatrove_ckpt.output.names import writer_name
 
 _PROCESS = secrets.token_hex(8)
-_VERSION = 4
+_VERSION = 5
 """Version of the description, in ``run.json``. Release 0.1.0 wrote none. What code is differs between versions."""
 _UNDESCRIBED = 2
 """Version where the code could not be described. No description of code has this number."""
@@ -71,7 +71,11 @@ _described: dict[tuple[str, str], CodeIdentity] = {}
 
 
 def code_identity(
-    rollout_fn: Any, shared_context: Any, when_made: CodeIdentity | None = None, output_writer: Any = None
+    rollout_fn: Any,
+    shared_context: Any,
+    when_made: CodeIdentity | None = None,
+    output_writer: Any = None,
+    rollout_version: str | None = None,
 ) -> CodeIdentity:
     """Describes the user's code.
 
@@ -79,7 +83,11 @@ def code_identity(
         when_made: what this gave in the process that made the job, possibly long ago and on another machine. What was
             pickled by value is described as it was then. None: the job is being made now.
         output_writer: its adapter is code of the user, too.
+        rollout_version: stands for all of that.
     """
+    if rollout_version is not None:
+        named = Description({"rollout_version": rollout_version}, {}, {}, {}, [], frozenset(), False, [])
+        return CodeIdentity(named, version=_VERSION)
     things = {"rollout_fn": rollout_fn, "shared_context": shared_context, **_of_writer(output_writer)}
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))

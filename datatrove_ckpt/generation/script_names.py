@@ -186,7 +186,7 @@ def _parts(thing: object) -> Iterator[Any]:
 
 def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
     if isinstance(thing, types.FunctionType) and thing.__globals__ is vars(main):
-        for name in sorted(loaded_names(thing)):
+        for name in sorted(loaded_names(thing.__code__)):
             if name in vars(main) and not (name.startswith("__") and name.endswith("__")):
                 yield name
 

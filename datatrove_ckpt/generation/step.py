@@ -78,6 +78,7 @@ class Step(PipelineStep):
     finished_from: str | Sequence[str] | None = None
     answers_from: str | None = None
     preemption_notice: Setting | None = None
+    rollout_version: str | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     how_to_accept: str = field(default="pass accept_changes=True to InferenceRunner", init=False)
@@ -185,7 +186,9 @@ class Step(PipelineStep):
         ForkingPickler.register(cls, _for_process)
 
     def _note_code(self) -> None:
-        self._code_when_made = code_identity(self.rollout_fn, self.shared_context, output_writer=self.output_writer)
+        self._code_when_made = code_identity(
+            self.rollout_fn, self.shared_context, None, self.output_writer, self.rollout_version
+        )
         made = self._code_when_made.made
         if made is not None and made.left and self.checkpoints_local_dir is not None:
             logger.warning(
@@ -195,7 +198,9 @@ class Step(PipelineStep):
 
     def code(self) -> CodeIdentity:
         """What the code adds to the run's identity: of functions that were pickled by value, as they were then."""
-        return code_identity(self.rollout_fn, self.shared_context, self._code_when_made, self.output_writer)
+        return code_identity(
+            self.rollout_fn, self.shared_context, self._code_when_made, self.output_writer, self.rollout_version
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """For a pickle: also the code as this process describes it, and the names of the script that it uses.

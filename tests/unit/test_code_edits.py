@@ -164,6 +164,7 @@ def is_seen(load: Load, row: Row) -> bool:
     identity, behaviour = before(load, row)
     after = load("after", row.after, row.flags)
     if "ran" in row.flags:
+        after.identity()
         after.behaviour()
     changed = after.identity() != identity
     assert (after.behaviour() != behaviour) == changed or row.flags & {"unstable", "refused"}

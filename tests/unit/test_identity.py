@@ -28,7 +28,7 @@ from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import documents, runner
-from tests.kept import content_of
+from tests.kept import content_of, edit
 
 DATA = Path(__file__).parent.parent / "data"
 FOLDER = str(Path(code_walk.__file__).parent)
@@ -210,7 +210,7 @@ exec("def rollout(d):\\n    return d in {'a', 'b', 'c', 'd', 'e', 'f'}", namespa
 print(walk.describe({"rollout_fn": namespace["rollout"]}).fields["rollout_fn code"])
 """
 )
-SHAPES = "63b572c76ab1453508bcdcafefa8ba6b"
+SHAPES = "14cd8e92e31dfb5ac71678c3efaa6d6e"
 """Of what is described on every Python. If it changes, all unfinished runs are refused: raise ``_VERSION`` then."""
 
 
@@ -309,6 +309,29 @@ def test_the_code_of_an_earlier_version_is_not_compared_once(
     with pytest.raises(CheckpointMismatch):
         runner(folder, server, load_changed(tmp_path, "other").rollout).run(documents(5))
     assert not any("another version" in line for line in log)
+
+
+def test_a_run_that_the_version_before_described_goes_on(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    rollout = load_changed(tmp_path, "first").rollout
+    runner(tmp_path, server, rollout).run(documents(1))
+    kept = fields_of(tmp_path)
+    edit(run_json(tmp_path), **{"identity_version": 4, "uses.helper code": "source 0"})
+    (run_json(tmp_path).parent.parent / "job.json").unlink()
+    log.clear()
+    runner(tmp_path, server, rollout).run(documents(2))
+    assert sum("another version" in line for line in log) == 1
+    assert fields_of(tmp_path) == kept
+    with pytest.raises(CheckpointMismatch):
+        runner(tmp_path, server, load_changed(tmp_path, "other", ("Rewrite", "Write")).rollout).run(documents(3))
+
+
+def test_rollout_version_replaces_the_code(tmp_path: Path, server: FakeServer) -> None:
+    first, second = load_changed(tmp_path, "first"), load_changed(tmp_path, "second", ("Rewrite", "Write"))
+    runner(tmp_path, server, first.rollout, rollout_version="1").run(documents(1))
+    runner(tmp_path, server, second.rollout, rollout_version="1").run(documents(2))
+    assert not {"rollout_fn", "uses.helper code"} & fields_of(tmp_path).keys()
+    with pytest.raises(CheckpointMismatch, match='rollout_version: "1" -> "2"'):
+        runner(tmp_path, server, second.rollout, rollout_version="2").run(documents(3))
 
 
 SECRETS = {

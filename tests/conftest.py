@@ -246,7 +246,7 @@ def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of hundreds of attempts with one rollout: describing its code takes a third of their time."""
     known: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
-    def code_identity(rollout_fn: Any, shared_context: Any, when_made: Any = None, output_writer: Any = None) -> Any:
+    def code_identity(rollout_fn: Any, shared_context: Any, *others: Any) -> Any:
         key = id(rollout_fn), id(shared_context)
         if key not in known:  # which keeps both alive, so that no other object gets their ids
             known[key] = rollout_fn, shared_context, run_identity.code_identity(rollout_fn, shared_context)

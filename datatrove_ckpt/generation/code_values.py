@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import hashlib
 import json
 import math
 import re
@@ -30,6 +31,7 @@ _AS_TEXT = re.compile("datetime|decimal|fractions|uuid|zoneinfo|ipaddress")
 _PACING = re.compile(r"(logging|loguru|threading|_thread|asyncio|_asyncio|concurrent|queue|_queue|weakref)(\..*)?")
 _MAX_DEPTH = 50
 _MAX_EXACT = 2**53
+_MAX_BYTES = 1 << 26
 _BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
 
 
@@ -189,6 +191,12 @@ class Plain:
             around = wrapped(value)
         if around is not None:
             return [kind.__name__, self.of(around)]
+        if kind.__module__ == "numpy" and getattr(value, "nbytes", _MAX_BYTES) < _MAX_BYTES:  # an array, or a number
+            if value.dtype.hasobject:
+                content = self.of(value.tolist())
+            else:
+                content = hashlib.sha256(value.tobytes()).hexdigest()[:32]
+            return [f"{value.dtype} {value.shape}", content]
         self.is_opaque = True
         return f"<{type_name(kind)}>"
 

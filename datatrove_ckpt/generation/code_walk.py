@@ -23,8 +23,10 @@ import gc
 import os
 import re
 import sys
+import threading
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from datatrove_ckpt.generation.code_modules import MAIN, PIPELINE, Module, Project, fingerprint, is_importable
@@ -41,6 +43,7 @@ _WRITES = re.compile("write(_text|_bytes|lines)?|dump")
 _MAX_FILE = 2**20
 _DEEPEST = 20_000
 _MISSING = object()
+_one_at_a_time = threading.RLock()
 USED = "uses."
 """Beginning of the fields about what a rollout uses."""
 
@@ -422,16 +425,23 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
     known = (frozenset[str](), False)
     if before is not None:
         known = (before.state, before.documented)
-    collects = gc.isenabled()
-    limit = sys.getrecursionlimit()
-    gc.disable()  # it would look at hundreds of thousands of nodes again and again
-    sys.setrecursionlimit(max(limit, _DEEPEST))  # a chain of a few hundred operators or elifs is a tree as deep
-    try:
+    with _one_at_a_time, _deep():
         while True:
             found = Walk(*known, before).describe(things)
             if (found.state, found.documented) == known:
                 return found
             known = (found.state, found.documented)
+
+
+@contextmanager
+def _deep() -> Iterator[None]:
+    """Allows deep trees, and no garbage collection."""
+    collects = gc.isenabled()
+    limit = sys.getrecursionlimit()
+    gc.disable()  # it would look at hundreds of thousands of nodes again and again
+    sys.setrecursionlimit(max(limit, _DEEPEST))  # a chain of a few hundred operators or elifs is a tree as deep
+    try:
+        yield
     finally:
         sys.setrecursionlimit(limit)
         if collects:

@@ -87,8 +87,9 @@ class DiskClaims:
 
     def beat(self) -> None:
         if not self._own.path.exists():  # another process took this one for dead
-            self._own.release()
-            self._own = files.Lock(self._own.path)
+            removed = self._own
+            self._own = files.Lock(removed.path)
+            removed.release()
         os.utime(self._own.path)  # a file server sets the time of its own clock
 
     def name(self, owner: str) -> str:

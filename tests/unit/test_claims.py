@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Process:
         self.is_stopped = False
         reached = lambda rank: job.progress.get(rank, (0, 0, 0))  # noqa: E731
         self.claims = Claims(self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, is_worker=False)
+        made.append(self)
 
     def take(self) -> int | None:
         rank = self.claims.next()
@@ -93,9 +94,19 @@ class Process:
 
     def die(self) -> None:
         self.claims._closed.set()
-        if isinstance(self.store, DiskClaims):
-            files._held.discard(self.store._own)
-            os.close(self.store._own._fd)
+        if isinstance(self.store, DiskClaims) and self.store._own in files._held:
+            self.store._own.release()
+
+
+made: list[Process] = []
+
+
+@pytest.fixture(autouse=True)
+def _ends_all() -> Iterator[None]:
+    """No thread and no lock of a test is left to the next."""
+    yield
+    while made:
+        made.pop().die()
 
 
 def grow_old(folder: Path, seconds: float) -> None:

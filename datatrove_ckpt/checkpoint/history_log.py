@@ -28,7 +28,7 @@ from datatrove_ckpt.checkpoint.history_records import (
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
-MAX_BYTES = 920_000
+MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
 # A file of ours is smaller. Of one that is not, only the end is read.
 _READ_BYTES = 4 * MAX_BYTES

@@ -303,7 +303,7 @@ class Progress(_Record):
             "own_err": self.own.errors,
             "q": (self.in_flight, self.waiting, self.in_work),
             "w": list(self.wait),
-            "out": list(self.silence),
+            "out": list(self.silence if self.silence.model else self.silence[:3]),
             "pos": list(self.position),
         }
         if self.skipped:

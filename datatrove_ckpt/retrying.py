@@ -103,9 +103,17 @@ def hub_refusal(error: BaseException) -> str | None:
         if found is None:
             return None
         kind, name, account = found.groups()
-        what = f"the {kind} {name}" if name else f"jobs of {account}" if account else "the account"
+        if name:
+            what = f"the {kind} {name}"
+        elif account:
+            what = f"jobs of {account}"
+        else:
+            what = "the account"
         if lacks_bucket(one):
-            make = f"Make it (hf buckets create {name} --private), correct" if kind == "bucket" else "Correct"
+            if kind == "bucket":
+                make = f"Make it (hf buckets create {name} --private), correct"
+            else:
+                make = "Correct"
             return f"{what} does not exist, or this token may not see it. {make} the name, or {_LOG_IN}"
         said = " ".join(f"HTTP {http_status(one)} {getattr(one, 'server_message', None) or ''}".split()).rstrip(".")
         if http_status(one) == 401:
@@ -137,8 +145,14 @@ def library_line(error: BaseException) -> str:
     Without httpx's links to explanations, and the signatures in URLs of storages. huggingface_hub wraps what happened
     to an upload in an error that only names the file: both are shown.
     """
-    found = error.__cause__ if isinstance(error, FileSystemFailed) and error.__cause__ else error
-    inner = f": {error_text(found.__cause__)}" if type(found) is RuntimeError and found.__cause__ else ""
+    if isinstance(error, FileSystemFailed) and error.__cause__:
+        found = error.__cause__
+    else:
+        found = error
+    if type(found) is RuntimeError and found.__cause__:
+        inner = f": {error_text(found.__cause__)}"
+    else:
+        inner = ""
     text = " ".join(_LINK.sub("", f"{error_text(found)}{inner}").split())
     return _QUERY.sub(r"\1?***", text).rstrip(".")
 
@@ -205,7 +219,9 @@ def parse_retry_after(value: str) -> float | None:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
         except (ValueError, TypeError, OverflowError):
             return None
-    return None if math.isnan(seconds) else max(seconds, 0.0)
+    if math.isnan(seconds):
+        return None
+    return max(seconds, 0.0)
 
 
 def _headers(error: BaseException) -> dict[str, str]:
@@ -308,9 +324,11 @@ class RetryPolicy:
 
     def wait(self, failures: int, status: int | None = None, advice: float | None = None) -> float:
         """Seconds to wait after the ``failures``-th failure in a row, counted from 1. ``advice``: what was advised."""
-        first, longest = self.first, self.longest
+        first = self.first
+        longest = self.longest
         if status in self.limited and advice is None and self.limited_first:
-            first, longest = self.limited_first, self.limited_longest
+            first = self.limited_first
+            longest = self.limited_longest
         # The exponent is bounded: 2.0 ** 1100 overflows.
         grown = min(longest, first * self.growth ** min(failures - 1, 100)) * random.uniform(1 - self.jitter, 1)
         if advice is None:
@@ -358,11 +376,14 @@ class Attempts:
     def __init__(
         self, policy: RetryPolicy, explain: Callable[[BaseException], str] = failure_line, meanwhile: str = ""
     ) -> None:
-        self._policy, self._explain, self._meanwhile = policy, explain, meanwhile
+        self._policy = policy
+        self._explain = explain
+        self._meanwhile = meanwhile
         self.succeeded()
 
     def succeeded(self) -> None:
-        self._failures, self._limited = 0, 0.0
+        self._failures = 0
+        self._limited = 0.0
         self._since: float | None = None
 
     def failed(self, what: str, error: Exception) -> float:
@@ -471,4 +492,6 @@ def code_of_rank(error: BaseException) -> int:
     if isinstance(error, ConfigError | CheckpointMismatch):
         return 2
     may_pass = any(isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed) for one in causes(error))
-    return 3 if isinstance(error, DocumentError | GivenUp | InputError | OutputMismatch) and not may_pass else 1
+    if isinstance(error, DocumentError | GivenUp | InputError | OutputMismatch) and not may_pass:
+        return 3
+    return 1

@@ -42,14 +42,18 @@ MAX_OPEN_FILES = 64
 
 # What may hold prompts, documents or answers is for its owner only; ``chmod`` by the owner stays in force. Everything
 # else (the output, ``last_chunk``, parent folders) follows the user's umask.
-PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
-PUBLIC_FILE, PUBLIC_FOLDER = 0o666, 0o777
+PRIVATE_FILE = 0o600
+PRIVATE_FOLDER = 0o700
+PUBLIC_FILE = 0o666
+PUBLIC_FOLDER = 0o777
 
 # What file systems without hard links answer, and those that limit them.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 # ``status`` looks at a lock for microseconds: a rank that starts meanwhile tries again, for so many seconds.
-_TRIES, _LOOK_SECONDS, _PATIENCE_SECONDS = 100, 0.005, 10.0
+_TRIES = 100
+_LOOK_SECONDS = 0.005
+_PATIENCE_SECONDS = 10.0
 
 
 def copy_mode(path: Path, fd: int) -> None:
@@ -356,7 +360,9 @@ def _holder(content: bytes) -> dict[str, Any]:
         found = orjson.loads(content)
     except orjson.JSONDecodeError:  # the process has the lock and is about to write its name
         found = None
-    return found if isinstance(found, dict) else {"host": "unknown", "pid": None}
+    if isinstance(found, dict):
+        return found
+    return {"host": "unknown", "pid": None}
 
 
 def _held_by(holder: bytes, path: Path) -> str:
@@ -416,7 +422,8 @@ class Lock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                held, holder = not _is_only_looked_at(fd), os.pread(fd, 1000, 0)
+                held = not _is_only_looked_at(fd)
+                holder = os.pread(fd, 1000, 0)
                 os.close(fd)
                 if held or time.monotonic() > deadline:
                     raise CheckpointLocked(_held_by(holder, self.path)) from None

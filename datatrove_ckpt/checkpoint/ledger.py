@@ -173,12 +173,18 @@ class RankLedger:
     def state(self) -> Literal["running", "finished", "unfinished", "damaged"]:
         if self.damage is not None:
             return "damaged"
-        return "running" if self.holder else "finished" if self.is_finished else "unfinished"
+        if self.holder:
+            return "running"
+        if self.is_finished:
+            return "finished"
+        return "unfinished"
 
     @property
     def last_commit(self) -> float | None:
         """When it was made, in Unix seconds. The file tells it of a commit by an earlier release."""
-        return (self.sums.at or self.written.get(COMMITS)) if self.sums.indices else None
+        if self.sums.indices:
+            return self.sums.at or self.written.get(COMMITS)
+        return None
 
     @property
     def owners(self) -> int:
@@ -225,7 +231,8 @@ class RankLedger:
         """The documents in journals of chunks that are not committed. As old as the history, if it tells their sum."""
         if self.journals is None:
             assert self.history.last is not None
-            done, committed = self.history.last.documents, self.sums.counts
+            done = self.history.last.documents
+            committed = self.sums.counts
             return DocumentCounts(*(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS))
         return sum_counts(self.open_journals.values())
 
@@ -412,7 +419,8 @@ class _Listing:
     """What is in a rank's folder: few system calls, because there may be ten thousand ranks."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self.folder = folder, str(folder)
+        self._path = folder
+        self.folder = str(folder)
         self.journals: list[int] = []
         try:
             with explained("read", folder), os.scandir(folder) as entries:
@@ -543,9 +551,14 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
 
 def _cause(kind: str, error: str) -> str:
     first = "".join(character if character.isprintable() else " " for character in error.partition("\n")[0])
-    text = first if kind in ("", "str") or first.startswith(kind) else f"{kind}: {first}"
+    if kind in ("", "str") or first.startswith(kind):
+        text = first
+    else:
+        text = f"{kind}: {first}"
     text = _DIGITS.sub("#", text)
-    return text if len(text) <= _MAX_CAUSE else f"{text[:_MAX_CAUSE]}..."
+    if len(text) <= _MAX_CAUSE:
+        return text
+    return f"{text[:_MAX_CAUSE]}..."
 
 
 def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
@@ -610,8 +623,12 @@ class Expected:
         Raises:
             CommitsDamaged: a commit is lost.
         """
-        path, number = self.folder / COMMITS, len(commits.indices)
-        found = f"{path} holds {number} commits" if path.exists() else f"{path} is missing"
+        path = self.folder / COMMITS
+        number = len(commits.indices)
+        if path.exists():
+            found = f"{path} holds {number} commits"
+        else:
+            found = f"{path} is missing"
         if number < self.known:
             raise CommitsDamaged(path, f"{found}, but there were {self.known} when the rank was last started.")
         if self.last is not None and commits.unbroken <= self.last:
@@ -659,13 +676,17 @@ def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
     """
     expected = ordinal = 0
     for index, commit in sorted(commits.items()):
-        follows = commit.first_ordinal == ordinal if index == expected else commit.first_ordinal >= ordinal
+        if index == expected:
+            follows = commit.first_ordinal == ordinal
+        else:
+            follows = commit.first_ordinal >= ordinal
         if not follows:
             raise CheckpointCorrupt(
                 f"{path}: the commit of chunk {index} starts at document {commit.first_ordinal}, which does not follow "
                 f"the commits before it (document {ordinal}). {_START_OVER}"
             )
-        expected, ordinal = index + 1, commit.next_ordinal
+        expected = index + 1
+        ordinal = commit.next_ordinal
 
 
 def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:

@@ -73,7 +73,10 @@ _MEASURED = {
     "embed()": ("embeddings", "a vector of ", "one of "),
     "classify()": ("probabilities", "probabilities of classes: ", ""),
 }
-_WAY, _MODEL, _QUERY = "$way", "$model", "$query"  # in what is hashed; never sent
+# In what is hashed; never sent.
+_WAY = "$way"
+_MODEL = "$model"
+_QUERY = "$query"
 
 
 @dataclass(eq=False)
@@ -209,7 +212,8 @@ class Requests:
 
     def __call__(self, payload: Payload, *, path: str | None = None) -> Asked[Result]:
         """Checks what no later request of the rollout would do right, as long as the caller is known."""
-        wrong, way = "", self._usual
+        wrong = ""
+        way = self._usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
             example = '{"messages": [{"role": "user", "content": document.text}]}'
             wrong = f"generate takes a payload, a dict such as {example}, and not a {type(payload).__name__}"
@@ -220,7 +224,9 @@ class Requests:
                 way = way_to(path)
             except ValueError as problem:
                 wrong = str(problem)
-        return self._refused(wrong) if wrong else self._answered(payload, way)
+        if wrong:
+            return self._refused(wrong)
+        return self._answered(payload, way)
 
     def _refused(self, wrong: str) -> Asked[NoReturn]:
         if self._answers.have_ended:
@@ -238,7 +244,9 @@ class Requests:
         """
         if self._answers.have_ended:
             await wait_until_cancelled()
-        config, generates, own = self._config, way in _GENERATING, self._of or self
+        config = self._config
+        generates = way in _GENERATING
+        own = self._of or self
         # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
         payload = {**payload, "model": config.model_name_or_path}
         if generates:
@@ -261,8 +269,12 @@ class Requests:
             key = key._replace(payload_hash=self._digest(sent, way))
         # Before any await: the rollout may change a list in its payload while it waits for the answer.
         body = _body(sent)
-        own.last_hash, own.last_payload = key.payload_hash, payload
-        answer = (await self._answers.cached()).get(key) if self._answers.slot.cached else None
+        own.last_hash = key.payload_hash
+        own.last_payload = payload
+        if self._answers.slot.cached:
+            answer = (await self._answers.cached()).get(key)
+        else:
+            answer = None
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
@@ -308,11 +320,15 @@ class Requests:
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
 
     async def _send(self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way) -> Result:
-        rank, model = self._rank, self._model
+        rank = self._rank
+        model = self._model
         try:
             self._answers.request_started()
             try:
-                client = model.client.result() if model.client.done() else await model.observer.until(model.client)
+                if model.client.done():
+                    client = model.client.result()
+                else:
+                    client = await model.observer.until(model.client)
                 if model.batches is not None and way.is_shared:
                     completion = await model.batches.complete(client, sent, way, self._answers)
                 else:
@@ -340,7 +356,9 @@ class Requests:
         tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         rank.observer.answers.append((completion.seconds, *tokens))
         self._check_size(completion, sent, way)
-        fields, response_id, name = _fields(completion, sent), completion.response_id, completion.model
+        fields = _fields(completion, sent)
+        response_id = completion.response_id
+        name = completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
         if self._keep(key, Answer(trim(kept), None)):
             await rank.wait_for_storage()
@@ -375,7 +393,8 @@ class Requests:
             return
         field, found, before = _MEASURED[way.name]
         assert answered.answer is not None
-        sizes, size = self._model.sizes, len(answered.answer[field])
+        sizes = self._model.sizes
+        size = len(answered.answer[field])
         if field == "embeddings":
             size = len(answered.answer[field][0]) * 3 // 16  # base64 of float32
         if len(sizes) >= _MOST_SIZES:
@@ -399,7 +418,8 @@ class Requests:
 
     def _keep(self, key: AnswerKey, answer: Answer) -> bool:
         """Queues an answer. True: its request must wait for the storage. kill -9 would lose one that waits before."""
-        rank, answers = self._rank, self._answers
+        rank = self._rank
+        answers = self._answers
         _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
         return rank.checkpoint.congested
 
@@ -410,26 +430,39 @@ class Requests:
     # methods are no coroutine functions: arguments that can't be right stop the rank when it is still known who called.
 
     def embed(self, texts: str | Sequence[str], /, **params: object) -> Asked[Floats]:
-        wrong = self._wrong("embed", texts) if isinstance(texts, str) else self._wrong("embed", texts=texts)
-        return self._refused(wrong) if wrong else self._embed(texts, params)
+        if isinstance(texts, str):
+            wrong = self._wrong("embed", texts)
+        else:
+            wrong = self._wrong("embed", texts=texts)
+        if wrong:
+            return self._refused(wrong)
+        return self._embed(texts, params)
 
     def classify(self, text: str, /, labels: Sequence[str] | None = None, **params: object) -> Asked[Classification]:
         wrong = self._wrong("classify", text)
-        return self._refused(wrong) if wrong else self._classify(text, labels, params)
+        if wrong:
+            return self._refused(wrong)
+        return self._classify(text, labels, params)
 
     def score(self, query: str, texts: Sequence[str], /) -> Asked[Floats]:
         wrong = self._wrong("score", query, texts)
-        return self._refused(wrong) if wrong else self._score(query, list(texts))
+        if wrong:
+            return self._refused(wrong)
+        return self._score(query, list(texts))
 
     def rerank(self, query: str, texts: Sequence[str], /, top_n: int | None = None) -> Asked[list[Ranked]]:
         wrong = self._wrong("rerank", query, texts)
         if not wrong and top_n is not None and (type(top_n) is not int or top_n < 1):
             wrong = f"generate.rerank takes a top_n of at least 1, and not {top_n!r}"
-        return self._refused(wrong) if wrong else self._rerank(query, list(texts), top_n)
+        if wrong:
+            return self._refused(wrong)
+        return self._rerank(query, list(texts), top_n)
 
     def tokenize(self, text: str, /) -> Asked[list[int]]:
         wrong = self._wrong("tokenize", text)
-        return self._refused(wrong) if wrong else self._tokenize(text)
+        if wrong:
+            return self._refused(wrong)
+        return self._tokenize(text)
 
     async def _embed(self, texts: str | Sequence[str], params: Mapping[str, object]) -> Floats:
         if isinstance(texts, str):
@@ -442,11 +475,14 @@ class Requests:
             if isinstance(answer, BaseException):
                 raise answer
             vectors.append(from_base64(answer["embeddings"][0]))
-        return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
+        if vectors:
+            return np.stack(vectors)
+        return np.empty((0, 0), np.float32)
 
     async def _classify(self, text: str, labels: Sequence[str] | None, params: Mapping[str, object]) -> Classification:
         answer = await self._ask("classify", (text,), params)
-        label, scores = answer["label"], answer["probabilities"]
+        label = answer["label"]
+        scores = answer["probabilities"]
         best = max(range(len(scores)), key=scores.__getitem__)
         if labels is not None and len(labels) != len(scores):
             await self._refused(f"generate.classify has {len(labels)} labels, and the model has {len(scores)} classes")
@@ -541,9 +577,11 @@ def _digest(payload: Payload) -> str:
     Raises:
         ConfigError: JSON cannot express the payload.
     """
-    option, fields = PAYLOAD_JSON | orjson.OPT_SORT_KEYS, payload
+    option = PAYLOAD_JSON | orjson.OPT_SORT_KEYS
+    fields = payload
     if not _WITH_SCHEMA.isdisjoint(payload):
-        option, fields = PAYLOAD_JSON, dict(sorted(payload.items()))
+        option = PAYLOAD_JSON
+        fields = dict(sorted(payload.items()))
     if has_nan(payload):  # orjson would write null; to look for that in a text takes longer
         refuse_unsendable(payload, default=media_key)
     try:
@@ -576,7 +614,9 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
     if answer.result is not None:
         fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
         result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""))
-        return result if result.finish_reason or config.accept_null_finish_reason else None
+        if result.finish_reason or config.accept_null_finish_reason:
+            return result
+        return None
     status, _, body = (answer.error_message or "").partition(" ")
     if not is_rejection(int(status)):  # 0.1 kept a 402 or a 405 like a 400
         return None
@@ -603,7 +643,8 @@ def _fields(completion: Completion, payload: Payload) -> JsonObject:
 
 def _result(fields: JsonObject, response_id: str, model: str) -> Result:
     result: Result = result_of(fields, Result)
-    result.response_id, result.model = response_id, model
+    result.response_id = response_id
+    result.model = model
     return result
 
 
@@ -656,7 +697,8 @@ class Drain:
 
     async def until_over(self, models: Sequence[Model]) -> None:
         """Returns when no more document can finish, now that the rank stops. ``models``: whose servers run."""
-        self._active, self._models = True, models
+        self._active = True
+        self._models = models
         for model in models:
             model.client.result().sender.on_release = self.check_soon
         self.check_soon()

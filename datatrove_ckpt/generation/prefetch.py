@@ -93,7 +93,9 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
             steps.append(last)
     if not readers:  # a step hides those before it
         return steps or [last]
-    return steps if any(isinstance(reader, SeekingReader) for reader in readers) else []
+    if any(isinstance(reader, SeekingReader) for reader in readers):
+        return steps
+    return []
 
 
 def _state_of_reader(reader: SeekingReader) -> list[str]:
@@ -149,11 +151,15 @@ class SourceDocument:
     @property
     def as_read(self) -> bytes | None:
         """The document's bytes before any rollout saw it. Kept only if a dead letter may need them, else None."""
-        return as_read(self._as_read).data if isinstance(self._as_read, Document) else self._as_read
+        if isinstance(self._as_read, Document):
+            return as_read(self._as_read).data
+        return self._as_read
 
     def position(self) -> State | None:
         """The reader's state right after this document, to be saved; None if a resume cannot start there."""
-        return self._documents.save(self.document, self.stats) if self.resumable else None
+        if self.resumable:
+            return self._documents.save(self.document, self.stats)
+        return None
 
 
 class DocumentSource:
@@ -248,7 +254,8 @@ class DocumentSource:
         with self._change:
             stalled = not self._arrived.is_set()
             self._arrived.clear()
-            batch, self._buffer = self._buffer, []
+            batch = self._buffer
+            self._buffer = []
             self._bytes = 0
             ended = self._ended
             if stalled and self._held is not None:
@@ -301,7 +308,8 @@ class DocumentSource:
             self._readers.start()
             if point.next_ordinal:
                 self._skip(point)
-            ends, ordinal = point.chunk_ends(self._records_per_chunk), point.next_ordinal
+            ends = point.chunk_ends(self._records_per_chunk)
+            ordinal = point.next_ordinal
             end = next(ends)
             with self._reading:
                 for document in self._documents:
@@ -311,7 +319,8 @@ class DocumentSource:
                         source.finished = self._finished.take(document)
                     ordinal += 1
                     if ordinal == end:
-                        source.stats, end = self._stats.saved(), next(ends)
+                        source.stats = self._stats.saved()
+                        end = next(ends)
                     if not self._put(source):
                         return
             self._read = ordinal - point.next_ordinal
@@ -321,9 +330,10 @@ class DocumentSource:
             end_fork(pid, error)
             self._flush()
             error = name_file(error)
-            self._error = (
-                error if isinstance(error, Exception) else exit_error("The reader, or a step after it,", error)
-            )
+            if isinstance(error, Exception):
+                self._error = error
+            else:
+                self._error = exit_error("The reader, or a step after it,", error)
         finally:
             with self._change:
                 self._ended = True
@@ -359,15 +369,18 @@ class DocumentSource:
     def _check_order(self, source: SourceDocument) -> None:
         """Decides whether a resume may start after the held document, now that the next one is known."""
         position = position_of(source.document)
-        last, self._last_position = self._last_position, position
-        previous, self._previous = self._previous, source
+        last = self._last_position
+        self._last_position = position
+        previous = self._previous
+        self._previous = source
         if previous is None:
             return
         if self._in_order and position is not None and last is not None and last < position:
             previous.resumable = True
             return
         with self._lock:
-            was_in_order, self._in_order = self._in_order, False
+            was_in_order = self._in_order
+            self._in_order = False
         if was_in_order and (last is not None or position is not None):
             logger.info(
                 "A step between the reader and InferenceRunner reorders documents, or makes several of one: a "
@@ -389,7 +402,9 @@ class DocumentSource:
                 return None
             self._saved = max(self._saved or position[:2], position[:2])  # chunks are committed in any order
         state = position_state(document)
-        return state if state is None or stats is None else state | {STATS: stats}
+        if state is None or stats is None:
+            return state
+        return state | {STATS: stats}
 
     def _skip(self, point: ResumePoint) -> None:
         started = time.monotonic()
@@ -405,12 +420,14 @@ class DocumentSource:
                 return
         with self._reading:
             self._skip_by_reading(point)
-        why = (
-            f"{', '.join(self._stateful_steps)} may keep state from one document to the next. If not, set seek=True."
-            if self._stateful_steps
-            else "this reader cannot seek. JsonlReader, ParquetReader, IpcReader and HuggingFaceDatasetReader of "
-            "datatrove_ckpt.readers can, and take the same arguments."
-        )
+        if self._stateful_steps:
+            steps = ", ".join(self._stateful_steps)
+            why = f"{steps} may keep state from one document to the next. If not, set seek=True."
+        else:
+            why = (
+                "this reader cannot seek. JsonlReader, ParquetReader, IpcReader and HuggingFaceDatasetReader of "
+                "datatrove_ckpt.readers can, and take the same arguments."
+            )
         seconds = time.monotonic() - started
         logger.info(
             f"Skipped {point.next_ordinal} finished documents by reading them, in {seconds:.1f} s, because {why}"

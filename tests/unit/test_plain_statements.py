@@ -1,0 +1,89 @@
+"""One statement does one thing: no line is saved by packing two into it. ``ruff`` has no rule for these forms."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import datatrove_ckpt
+from datatrove_ckpt.generation import code_text
+
+pytestmark = pytest.mark.xdist_group("layers")
+
+PACKAGE = Path(datatrove_ckpt.__file__).parent
+NOT_YET = ("cli", "config", "preflight")  # rooms in which such statements are left
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def inside(node: ast.AST, kinds: type[ast.AST] | tuple[type[ast.AST], ...]) -> list[ast.AST]:
+    return [one for one in ast.walk(node) if one is not node and isinstance(one, kinds)]
+
+
+def nested_conditional(node: ast.AST) -> bool:
+    return isinstance(node, ast.IfExp) and bool(inside(node, ast.IfExp))
+
+
+def nested_comprehension(node: ast.AST) -> bool:
+    """A comprehension within another, and one of them has a condition."""
+    if not isinstance(node, COMPREHENSIONS):
+        return False
+    within = inside(node, COMPREHENSIONS)
+    return bool(within) and any(isinstance(one, ast.comprehension) and one.ifs for one in ast.walk(node))
+
+
+def tuple_assignment(node: ast.AST) -> bool:
+    """Several values that are assigned in one statement. A swap is none: one of its values is a target, too."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    if not any(isinstance(target, ast.Tuple) for target in node.targets):
+        return False
+    targets = {ast.unparse(one) for target in node.targets for one in ast.walk(target) if hasattr(one, "ctx")}
+    values = {ast.unparse(one) for one in ast.walk(node.value) if isinstance(one, ast.Name | ast.Attribute)}
+    has_star = bool(inside(node.value, ast.Starred))
+    return not has_star and targets.isdisjoint(values)
+
+
+def product_with_a_condition(node: ast.AST) -> bool:
+    """``", ..." * (count > 3)``: an ``if`` in disguise."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        return False
+    for side in (node.left, node.right):
+        if isinstance(side, ast.Compare) or (isinstance(side, ast.UnaryOp) and isinstance(side.op, ast.Not)):
+            return True
+        if isinstance(side, ast.Call) and ast.unparse(side.func) == "bool":
+            return True
+    return False
+
+
+def found(tree: ast.AST, is_packed: Callable[[ast.AST], bool]) -> Iterator[int]:
+    return (node.lineno for node in ast.walk(tree) if is_packed(node))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "is_packed", [nested_conditional, nested_comprehension, tuple_assignment, product_with_a_condition]
+)
+def test_no_statement_does_two_things(is_packed: Callable[[ast.AST], bool]) -> None:
+    packed = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] in NOT_YET:
+            continue
+        lines = found(code_text.parse(path.read_text()), is_packed)
+        packed += [f"{path.relative_to(PACKAGE)}:{line}" for line in lines]
+    assert packed == []
+
+
+@pytest.mark.parametrize(
+    ("is_packed", "code", "plain"),
+    [
+        (nested_conditional, "a if b else c if d else e", "a if b else c"),
+        (nested_comprehension, "[[x for x in y if x] for y in z]", "[[x for x in y] for y in z]"),
+        (tuple_assignment, "a, b = 1, c", "a, b = b, a"),
+        (product_with_a_condition, "'s' * (count != 1)", "size * count"),
+    ],
+)
+def test_each_form_is_found(is_packed: Callable[[ast.AST], bool], code: str, plain: str) -> None:
+    assert [*found(ast.parse(code), is_packed)] == [1]
+    assert [*found(ast.parse(plain), is_packed)] == []

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import chdir, closing, nullcontext
+from contextlib import ExitStack, chdir, closing, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
@@ -303,7 +303,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         from datatrove_ckpt.claims.stores import open_store
 
         owner = new_owner(runs_all)
-        store = open_store(f"{self._folder.rstrip('/')}/claims", owner)
+        store = open_store(f"{self._folder.rstrip('/')}/claims", owner, self.logging_dir.fs.storage_options)
         apart = copy(self)
         apart.logging_dir = _own_listings(self.logging_dir)
         incomplete = partial(apart.get_incomplete_ranks, range(self.world_size), True)
@@ -328,9 +328,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if not self._may_have_workers:
             self._run_all(ranks, screen, done)
             return
-        with self._open_claims(runs_all=True) as claims:
-            claims.clear()
-            workers = claims.workers()
+        with ExitStack() as stack:
+            workers = []
+            try:
+                claims = stack.enter_context(self._open_claims(runs_all=True))
+                claims.clear()
+                workers = claims.workers()
+            except (OSError, CkptError) as error:
+                logger.warning(f"Whether workers have tasks of this job cannot be seen: {error}. Start none beside it.")
             if not workers:
                 self._run_all(ranks, screen, done)
                 return
@@ -350,9 +355,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             worker._claims = claims
             is_waiting = False
             while left := set(self.get_incomplete_ranks(ranks)) - claims.done - claims.given_up().keys():
-                free = claims.free()
+                free, are_left = claims.free()
                 if free:
-                    worker._run_all(free, screen, done)
+                    worker._run_all(free, screen, done, may_overlap=not are_left)
                 elif self._is_worker:
                     break
                 elif not is_waiting:
@@ -364,14 +369,20 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             runs = claims.runs()
             if left and self._is_worker and runs:
                 raise _runs_all(runs)
+            locked = left & claims.locked
+            if locked and self._is_worker:
+                raise CheckpointLocked(
+                    f"{plural_is(len(locked), 'task')} run by processes that were started without --worker. Task "
+                    f"{min(locked)} is the first. Wait for them, and start this command again."
+                )
             given_up = claims.given_up()
             if given_up:
                 raise given_up_error(given_up, self.world_size)
             if not self._is_worker:
                 claims.clear()
 
-    def _run_all(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        overlap = self._most_at_once > 1 and len(ranks) > self.workers
+    def _run_all(self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True) -> None:
+        overlap = may_overlap and self._most_at_once > 1 and len(ranks) > self.workers
         if self.workers != 1:
             self._in_workers(ranks, screen, overlap, done)
             return

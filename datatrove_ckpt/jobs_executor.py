@@ -354,12 +354,13 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     alive[job.id] = job
             free, at_work, given_up = self._asked(
                 "The claims of tasks cannot be listed",
-                lambda: (len(claims.free()), len(claims.workers()), claims.given_up()),
+                lambda: (len(claims.free().ranks), len(claims.workers()), claims.given_up()),
             )
             left = set(self._left(range(self.tasks))) - given_up.keys()
             if not left and not alive:
                 return
-            wanted = min(self.workers, at_work + free) - len(alive)  # who is not at work yet takes one, too
+            # Who is not at work yet takes one, too. Of a job that was killed, the claims look alive for a while.
+            wanted = min(self.workers, min(at_work, len(alive)) + free) - len(alive)
             if left and wanted > 0:
                 self._start(alive, wanted, retries)
             known = alive
@@ -388,9 +389,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             CkptError: no other one would help.
         """
         code, said = self._failure(job)
-        retries = job.retries + 1
-        if stage == "COMPLETED" or code == 128 + signal.SIGTERM or self._progress() != job.reached:
+        retries = job.retries
+        if code == 128 + signal.SIGTERM or self._progress() != job.reached:
             retries = 0
+        elif stage != "COMPLETED":
+            retries += 1
         why = ""
         if stage == "CANCELED":
             why = "canceled"

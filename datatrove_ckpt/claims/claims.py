@@ -68,6 +68,13 @@ class Look(NamedTuple):
         return found
 
 
+class Free(NamedTuple):
+    """The ranks that a process may take. ``are_left``: by dead processes, so that each is run alone."""
+
+    ranks: list[int]
+    are_left: bool
+
+
 class ClaimStore(Protocol):
     """Where marks and beats lie.
 
@@ -154,21 +161,21 @@ class Claims:
         _open_here.add(owner)
         threading.Thread(target=self._beat, name="datatrove-ckpt claims", daemon=True).start()
 
-    def free(self) -> list[int]:
+    def free(self) -> Free:
         """The ranks that this process may take now."""
         with self._guard:
             return self._free(self._store.look())
 
     def next(self) -> int | None:
-        """Takes a rank. None: no rank is free now."""
-        with self._guard:
+        """Takes a rank. None: no rank is free now, or that cannot be seen: other ranks of this process go on."""
+        with self._guard, _hint():
             look = self._store.look()
-            free = self._free(look)
+            free = self._free(look).ranks
             start = self._first % max(len(free), 1)
             for rank in free[start:] + free[:start]:
                 if self._take(rank, look):
                     return rank
-            return None
+        return None
 
     def complete(self, rank: int) -> None:
         """The rank is marked as complete, and needs no claim any more."""
@@ -235,10 +242,15 @@ class Claims:
                 self.release(rank)
             self._store.close()
 
-    def _free(self, look: Look) -> list[int]:
+    @property
+    def locked(self) -> set[int]:
+        """The ranks whose lock another process holds, as far as this process has tried."""
+        return set(self._locked)
+
+    def _free(self, look: Look) -> Free:
         """Those that a dead process has left come last, and only while this process has no other."""
         if any(record.alone for _, record in self._held.values()) or any(map(is_run, look.alive)):
-            return []
+            return Free([], False)
         current = look.current()
         free: list[int] = []
         left: list[int] = []
@@ -251,8 +263,8 @@ class Claims:
             elif is_process(mark.owner) and mark.owner not in look.alive:
                 left.append(rank)
         if not free and not self._held:
-            return left
-        return free
+            return Free(left, True)
+        return Free(free, False)
 
     def _take(self, rank: int, look: Look) -> bool:
         mark = look.current().get(rank)
@@ -333,7 +345,8 @@ class Claims:
         while not self._closed.wait(self._store.beat_seconds):
             try:
                 with self._guard:
-                    self._store.beat()
+                    if not self._closed.is_set():
+                        self._store.beat()
             except (OSError, CkptError) as error:
                 logger.warning(f"The beat of this process's claims failed: {error}. Other workers may take its tasks.")
 

@@ -16,7 +16,10 @@ import os
 import re
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 from fsspec.utils import get_protocol
@@ -26,6 +29,8 @@ from datatrove_ckpt.claims.claims import FREE, ClaimStore, Look, Mark, has_ended
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.retrying import STORAGE
 
+_POLICY = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
+_OWNER = re.compile("[0-9a-f]{40}(-run)?")
 _NAME = re.compile(r"(\d+)-(\d+)(?:-([0-9a-z-]+))?")
 _BEATS = 5  # so many beats that did not come are a death
 # Seconds until a listing has what was written before.
@@ -34,16 +39,17 @@ _HUB_SETTLES = 5.0
 _WORKERS = "workers"
 
 
-def open_store(url: str, owner: str) -> ClaimStore:
+def open_store(url: str, owner: str, options: Mapping[str, Any]) -> ClaimStore:
     """
     Args:
         url: the folder of the claims.
         owner: names this process.
+        options: of the file system.
     """
     protocol = get_protocol(url)
     if protocol in ("file", "local"):
         return DiskClaims(Path(url), owner)
-    return ObjectClaims(url, owner, _HUB_SETTLES if protocol == "hf" else _SETTLES)
+    return ObjectClaims(url, owner, _HUB_SETTLES if protocol == "hf" else _SETTLES, options)
 
 
 class DiskClaims:
@@ -63,7 +69,7 @@ class DiskClaims:
             name = _NAME.fullmatch(path.name)
             if name is not None:
                 marks.append(Mark(int(name[1]), int(name[2]), self._owner_in(path)))
-        workers = {path.name: path for path in (self._folder / _WORKERS).iterdir()}
+        workers = {path.name: path for path in (self._folder / _WORKERS).iterdir() if _OWNER.fullmatch(path.name)}
         alive = {name for name, path in workers.items() if self._is_alive(path)}
         return Look(marks, alive, workers.keys() - alive)
 
@@ -114,13 +120,17 @@ class DiskClaims:
         if path.name == self._owner or files.lock_holder(path) is not None:
             return True
         try:
+            now = self._own.path.stat().st_mtime
+        except FileNotFoundError:  # another process took this one for dead: nothing is known until the next beat
+            return True
+        try:
             changed = path.stat().st_mtime
             holder = orjson.loads(path.read_bytes())
         except (FileNotFoundError, orjson.JSONDecodeError):
             return False
         if self._own.works and holder["host"] == socket.gethostname():
             return False
-        return self._own.path.stat().st_mtime - changed < _BEATS * self.beat_seconds
+        return now - changed < _BEATS * self.beat_seconds
 
 
 def _parsed(path: Path) -> tuple[str, dict[str, object]]:
@@ -143,21 +153,22 @@ class ObjectClaims:
 
     Args:
         settle_seconds: after this, a listing shows what every process had written before.
+        options: of the file system.
     """
 
     beat_seconds = 60.0
 
-    def __init__(self, url: str, owner: str, settle_seconds: float) -> None:
-        self._store = ObjectStore(url, apart=True)
+    def __init__(self, url: str, owner: str, settle_seconds: float, options: Mapping[str, Any] | None = None) -> None:
+        self._store = ObjectStore(url, apart=True, options=options)
         self._owner = owner
         self._settle_seconds = settle_seconds
         self.beat()
 
     def look(self) -> Look:
-        return STORAGE.run(self._look, "The claims of tasks cannot be listed")
+        return _POLICY.run(self._look, "The claims of tasks cannot be listed")
 
     def put(self, mark: Mark, content: bytes) -> bool:
-        STORAGE.run(lambda: self._store.put(_object_name(mark), content), "The claim of a task cannot be written")
+        _POLICY.run(lambda: self._store.put(_object_name(mark), content), "The claim of a task cannot be written")
         if not is_process(mark.owner):
             return True
         time.sleep(self._settle_seconds)
@@ -188,7 +199,7 @@ class ObjectClaims:
 
     def _look(self) -> Look:
         written = self._store.times()
-        beats = self._store.times(_WORKERS)
+        beats = {owner: at for owner, at in self._store.times(_WORKERS).items() if _OWNER.fullmatch(owner)}
         names = [_NAME.fullmatch(name) for name in written]
         marks = [Mark(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
         owned = [mark for mark in marks if is_process(mark.owner)]

@@ -220,7 +220,14 @@ class Walk:
         if node in same[:-1]:
             found.values[f" {same.index(node)}"] = node.name
         names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)][-len(node.args.defaults) :]
-        for name, written, value in zip(names, node.args.defaults, function.__defaults__ or (), strict=False):
+        defaults: list[tuple[str, ast.expr, Any]] = [
+            *zip(names, node.args.defaults, function.__defaults__ or (), strict=False)
+        ]
+        by_name = function.__kwdefaults__ or {}
+        for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+            if default is not None and one.arg in by_name:
+                defaults.append((one.arg, default, by_name[one.arg]))
+        for name, written, value in defaults:
             if not isinstance(written, ast.Constant) and isinstance(value, str | int | float | bytes):
                 cause = self._project.cause_in(module, written)
                 self._add(found, function, name, value, module.folder, cause=cause)

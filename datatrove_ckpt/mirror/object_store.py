@@ -16,7 +16,7 @@ import errno
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -101,12 +101,13 @@ class ObjectStore:
     Args:
         apart: keep no listing together with others of this process. Some file systems cannot list a folder in two
             threads at one time.
+        options: of the file system, such as an endpoint; by default from the environment.
     """
 
-    def __init__(self, url: str, apart: bool = False) -> None:
+    def __init__(self, url: str, apart: bool = False, options: Mapping[str, Any] | None = None) -> None:
         self.url = url.rstrip("/")
         self._is_local = get_protocol(url) in ("file", "local")
-        options = {}
+        options = dict(options or {})
         if self._is_local:
             options["auto_mkdir"] = True  # missing parents of a folder are made; a bucket is not
         with file_system_call():

@@ -191,7 +191,7 @@ def test_what_follows_from_an_exit_code_is_what_the_job_says(
         other.run()
         assert other.is_failed
         assert ("", 2, "FailJob") in other.exits, other.logs
-        assert {code for _, code, _ in other.exits} <= {2, 143}
+        assert {code for _, code, _ in other.exits} <= {0, 2, 143}  # 0: the others had all tasks at that moment
 
 
 @pytest.mark.slow

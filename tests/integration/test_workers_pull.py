@@ -9,12 +9,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import xxhash
+from datatrove.io import get_datafolder
 
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.claims import stores
+from datatrove_ckpt.claims.claims import ClaimStore
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.conftest import Command
@@ -241,6 +245,38 @@ def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer, command: Com
     assert list(Path("logs/claims/workers").iterdir()) == []
     assert set(server.asked.values()) == {1}
     ended(worker())
+
+
+def test_a_run_goes_on_where_no_claims_can_be_written(
+    server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs none; only no worker can see it."""
+    given: list[object] = []
+
+    def fails(url: str, owner: str, options: Mapping[str, object]) -> ClaimStore:
+        given.append(options)
+        raise OSError("no such endpoint")
+
+    monkeypatch.setattr(stores, "open_store", fails)
+    write(server)
+    said = command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
+    assert "cannot be seen: no such endpoint. Start none beside it." in said.err
+    assert complete() == set(range(TASKS))
+    assert given == [get_datafolder("logs").fs.storage_options]
+
+
+def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server: FakeServer) -> None:
+    write(server)
+    Path("checkpoints/00001").mkdir(parents=True)
+    lock = files.Lock(Path("checkpoints/00001/lock"))
+    try:
+        text = ended(worker(), 1)
+    finally:
+        lock.release()
+    assert "1 task is run by processes that were started without --worker" in text
+    assert complete() == {*range(TASKS)} - {1}
+    ended(worker())
+    assert complete() == {*range(TASKS)}
 
 
 def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer) -> None:

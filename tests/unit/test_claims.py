@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.claims import LAUNCH, Claims, ClaimStore, Mark, new_owner
+from datatrove_ckpt.claims.claims import LAUNCH, Claims, ClaimStore, Look, Mark, new_owner
 from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.claims.stores import DiskClaims, ObjectClaims
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
@@ -235,7 +235,7 @@ def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone
         for rank in (2, 3):
             process.claims.release(rank)
         assert process.take_rank(0)
-        assert process.claims.free() == []
+        assert process.claims.free().ranks == []
         assert not process.take_rank(1)
         process.die()
         grow_old(tmp_path, 1000.0)
@@ -249,7 +249,41 @@ def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job: Job) -
     process = Process(job)
     assert process.take() == 0
     process.claims.lost(0)
-    assert process.claims.free() == [1, 2, 3]
+    assert process.claims.free().ranks == [1, 2, 3]
+
+
+def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(job)
+    assert process.take() == 0
+
+    def fails() -> Look:
+        raise OSError("listing failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process.store, "look", fails)
+        assert process.take() is None
+    assert process.take() == 1
+
+
+def test_what_else_lies_among_the_workers_is_passed_over(job: Job, tmp_path: Path) -> None:
+    process = Process(job)
+    (tmp_path / "claims" / "workers").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "claims" / "workers" / "README").write_text("of a person")
+    assert process.claims.workers() == []
+    assert process.take() == 0
+    process.claims.clear()
+    assert (tmp_path / "claims" / "workers" / "README").exists()
+
+
+def test_ranks_that_a_dead_process_left_are_told_apart(job: Job, tmp_path: Path) -> None:
+    first = Process(job)
+    assert [first.take(), first.take()] == [0, 1]
+    first.die()
+    grow_old(tmp_path, 1000.0)
+    process = Process(job)
+    assert process.claims.free() == ([2, 3], False)
+    job.complete += [2, 3]
+    assert process.claims.free() == ([0, 1], True)
 
 
 def test_forty_workers_and_one_free_rank(job: Job) -> None:
@@ -265,7 +299,7 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
     store = job.make_store(owner)
     assert store.put(Mark(0, 1, owner), b"{}")
     assert Process(job).take_rank(0) is True
-    assert Process(job).claims.free() == [1, 2, 3]
+    assert Process(job).claims.free().ranks == [1, 2, 3]
 
 
 # any order ------------------------------------------------------------------------------------------------------------
@@ -465,19 +499,19 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(
     monkeypatch.setattr(files, "lock_holder", lambda path: None)
     monkeypatch.setattr(stores.socket, "gethostname", lambda: "another")
     there = Process(job)
-    assert there.claims.free() == [1, 2, 3]
+    assert there.claims.free().ranks == [1, 2, 3]
     for _ in range(3):
         grow_old(tmp_path, 100.0)
         here.store.beat()
         there.store.beat()
-        assert there.claims.free() == [1, 2, 3]
+        assert there.claims.free().ranks == [1, 2, 3]
     here.die()
     grow_old(tmp_path, 200.0)
     there.store.beat()
     for rank in (1, 2, 3):
         assert there.take_rank(rank)
         there.claims.complete(rank)
-    assert there.claims.free() == [0]
+    assert there.claims.free().ranks == [0]
 
 
 def test_a_mark_that_a_power_loss_cut_off_is_that_of_a_free_rank(tmp_path: Path) -> None:

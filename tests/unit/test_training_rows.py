@@ -356,7 +356,7 @@ def test_a_window_is_let_go_before_the_next_one_is_read(tmp_path: Path) -> None:
     with counted() as pool:
         source = RowSource(index, order, ["ids"])
         for first in range(0, index.table.total, 8000):
-            source.table(*order.locate(np.arange(first, first + 8000)))
+            source.samples(*order.locate(np.arange(first, first + 8000)))
     assert pool.max_memory() < 1.2 * 64e6, "a window of three blocks has 46 MB"
 
 

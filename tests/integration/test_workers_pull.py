@@ -248,7 +248,7 @@ def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer, command: Com
 
 
 def test_a_run_goes_on_where_no_claims_can_be_written(
-    server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
+    server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     """It needs none; only no worker can see it."""
     given: list[object] = []
@@ -259,8 +259,8 @@ def test_a_run_goes_on_where_no_claims_can_be_written(
 
     monkeypatch.setattr(stores, "open_store", fails)
     write(server)
-    said = command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
-    assert "cannot be seen: no such endpoint. Start none beside it." in said.err
+    command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
+    assert [line for line in log if "cannot be seen: no such endpoint. Start none beside it." in line]
     assert complete() == set(range(TASKS))
     assert given == [get_datafolder("logs").fs.storage_options]
 

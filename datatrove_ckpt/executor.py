@@ -339,7 +339,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if not workers:
                 self._run_all(ranks, screen, done)
                 return
-        logger.info(f"Workers have tasks of this job: {', '.join(workers)}. This process takes tasks as one of them.")
+        names = ", ".join(workers)
+        logger.info(
+            f"Workers have tasks of this job: {names}. This command takes tasks as one of them, in one process."
+        )
         self._take_and_run(ranks, screen, done)
 
     def _take_and_run(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:

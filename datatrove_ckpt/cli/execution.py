@@ -196,7 +196,9 @@ def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan
     """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
     from datatrove_ckpt.cli.start_over import FLAG, advice  # maintenance, which a run does not need
 
-    command, words, flags = arguments.command, arguments.words, dict[str, None]()
+    command = arguments.command.replace(" --worker", "")  # what a worker cannot do, a run of all tasks can
+    words = arguments.words
+    flags: dict[str, None] = {}
 
     def as_typed(found: re.Match[str]) -> str:
         flag = found[0] if words is str else f"--{found[1].replace('_', '-')} {found[2]}"

@@ -15,9 +15,8 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     """Refuses, when a runner is constructed, a writer that would later lose data or reveal a secret.
 
     Raises:
-        ConfigError: no ``${chunk_index}`` in the template, a secret among the
-            output folder's storage options, a variable in its path, or a compression whose package is not
-            installed.
+        ConfigError: no ``${chunk_index}`` in the template, or it leaves the folder; a secret among the output
+            folder's storage options, a variable in its path, or a compression whose package is not installed.
     """
     template = getattr(getattr(writer, "output_filename", None), "template", None)
     if template is None:
@@ -36,6 +35,8 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
         )
     if not writer.output_filename.is_valid():
         raise ConfigError(f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write $$.")
+    if template.startswith("/") or ".." in template.split("/"):
+        raise ConfigError(f"output_writer: output_filename {template!r} leaves the output folder.")
     if checkpoints and not _template_uses(writer, "chunk_index"):
         raise ConfigError(
             f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "

@@ -14,6 +14,7 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError, InvalidFileName, OutputFailed
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, letters, runner
 
@@ -146,6 +147,13 @@ def test_two_chunks_that_would_write_one_file_are_refused(tmp_path: Path, server
         with pytest.raises(OutputFailed, match="Chunks 0 and 1 of rank 0 would both write 0000000001"):
             step.run(found(2))
     assert ids(tmp_path / "output")["0000000001"] == ["id 0"]
+
+
+@pytest.mark.parametrize("start", ["x/../", "../", "/tmp/"])
+def test_a_template_that_leaves_the_folder_is_refused(tmp_path: Path, start: str) -> None:
+    writer = JsonlWriter(str(tmp_path), f"{start}${{rank}}_${{chunk_index}}.jsonl")
+    with pytest.raises(ConfigError, match="leaves the output folder"):
+        check_writer(writer, checkpoints=True)
 
 
 def test_a_template_with_a_lone_dollar_is_refused_before_anything_is_asked(tmp_path: Path, server: FakeServer) -> None:

@@ -20,7 +20,7 @@ from datatrove_ckpt.readers.positions import State
 
 _KEY = "checksum"
 _KIND = "xxh3:"
-_REMEDY = "Give the state of the step before, of all ranks."
+REMEDY = "Give the state of the step before, of all ranks."
 
 
 def sealed(state: State) -> State:
@@ -45,7 +45,7 @@ def check_seals(content: object, name: str = "") -> None:
     for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_KIND)):
         if sealed(state)[_KEY] != state[_KEY]:
             where = f" in {name!r}" if name else ""
-            raise CheckpointCorrupt(f"The state{where} is damaged: its checksum is that of another content. {_REMEDY}")
+            raise CheckpointCorrupt(f"The state{where} is damaged: its checksum is that of another content. {REMEDY}")
 
 
 def load_file(state: State | str | PathLike[str]) -> object:
@@ -73,7 +73,7 @@ def load_file(state: State | str | PathLike[str]) -> object:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointCorrupt(
                 f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not write it, or it holds "
-                f"more than torch.load(weights_only=True) takes ({reason}). {_REMEDY}"
+                f"more than torch.load(weights_only=True) takes ({reason}). {REMEDY}"
             ) from error
     check_seals(content, str(state))
     return content

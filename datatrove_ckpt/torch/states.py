@@ -7,13 +7,14 @@ and what was read before by other topologies (``done``). A merged state has no s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from loguru import logger
 
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.seals import REMEDY
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
 VERSION = 3
@@ -68,16 +69,22 @@ class DatasetState:
 
     @classmethod
     def from_json(cls, content: State) -> DatasetState:
-        """Raises CheckpointMismatch if another version of this package made it."""
+        """
+        Raises:
+            CheckpointMismatch: another version of this package made it.
+            CheckpointCorrupt: it is damaged.
+        """
         if content.get("version") != VERSION or content.get("kind") != _KIND:
             raise CheckpointMismatch(
                 f"The state is of version {content.get('version')!r} of {content.get('kind') or 'an unknown dataset'}, "
                 f"and this release reads version {VERSION} of {_KIND}. Resume with the release that made it."
             )
-        fields = {key: value for key, value in content.items() if key not in ("kind", "version", "checksum")}
-        fields["done"] = tuple(Round.from_json(each) for each in content["done"])
-        fields["slot"] = content["slot"] and Slot(*content["slot"])
-        return cls(**fields)
+        found = {key: value for key, value in content.items() if key not in ("kind", "version", "checksum")}
+        if found.keys() != {field.name for field in fields(cls)}:
+            raise CheckpointCorrupt(f"The state is damaged: its keys are not those of version {VERSION}. {REMEDY}")
+        found["done"] = tuple(Round.from_json(each) for each in content["done"])
+        found["slot"] = content["slot"] and Slot(*content["slot"])
+        return cls(**found)
 
     def has_ended(self) -> bool:
         """Whether no sample of the epoch is left."""

@@ -264,13 +264,15 @@ class Project:
         if isinstance(thing, types.FunctionType):
             name = str(thing.__module__)
             file: str | None = thing.__code__.co_filename
-            if file == "<string>" and name in ("None", "builtins", *MAIN):  # by exec
+            if file == "<string>" and (name in ("None", "builtins", *MAIN) or self.module(name) is not None):  # by exec
                 return True
         else:
             name = thing.__name__
             if isinstance(thing, type):
                 name = str(thing.__module__)
             file = _file(name)
+            if isinstance(thing, types.ModuleType) and sys.modules.get(name) is not thing:  # loaded by its path
+                file = getattr(thing, "__file__", None)
             if file is None and name in MAIN:  # a notebook
                 return True
             if isinstance(thing, type) and name not in sys.modules:  # of a pickle
@@ -310,6 +312,12 @@ class Project:
                 found.folders = folders
         return self._modules[name]
 
+    def module_of(self, value: types.ModuleType) -> Module | None:
+        """The same for a module that is a value. One that was loaded by its path is not what its name imports."""
+        if sys.modules.get(value.__name__) is value:
+            return self.module(value.__name__)
+        return self._made(value.__name__, str(value.__file__), vars(value))
+
     def space(self, function: types.FunctionType) -> Module:
         """Where a function looks its names up."""
         space = function.__globals__
@@ -319,9 +327,12 @@ class Project:
             found = self.module(name)
             if found is not None and os.path.abspath(found.file) == os.path.abspath(file):  # noqa: PTH100
                 return found
-        place = (id(space), _CELL.sub("", file))
+        return self._made(name, file, space)
+
+    def _made(self, name: str, file: str, values: dict[str, Any]) -> Module:
+        place = (id(values), _CELL.sub("", file))
         if place not in self._spaces:
-            self._spaces[place] = Module(name, file, space, self._documented)
+            self._spaces[place] = Module(name, file, values, self._documented)
         return self._spaces[place]
 
     def source_of(self, thing: Any) -> tuple[Module | None, list[Any]]:

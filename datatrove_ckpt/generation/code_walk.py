@@ -238,7 +238,7 @@ class Walk:
             if isinstance(thing, types.FunctionType | type):
                 plain.is_opaque |= not self._code(origin, thing)
             elif isinstance(thing, types.ModuleType):
-                module = self._project.module(thing.__name__)
+                module = self._project.module_of(thing)
                 if module is not None:
                     self._go(origin, module, ())
 

@@ -258,8 +258,8 @@ class Claims:
             mark = current.get(rank)
             if rank in self._held or rank in self.done or self._locked.get(rank, 0.0) > time.monotonic():
                 continue
-            if mark is None or not (is_process(mark.owner) or self._is_given_up(mark)):
-                free.append(rank)
+            if mark is None or mark.owner == self._owner or not (is_process(mark.owner) or self._is_given_up(mark)):
+                free.append(rank)  # a mark of its own that it does not hold: the write failed after it was done
             elif is_process(mark.owner) and mark.owner not in look.alive:
                 left.append(rank)
         if not free and not self._held:
@@ -272,11 +272,12 @@ class Claims:
         is_left = False
         number = 1
         if mark is not None:
-            if self._is_given_up(mark) or mark.owner in look.alive:
+            is_mine = mark.owner == self._owner
+            if self._is_given_up(mark) or (mark.owner in look.alive and not is_mine):
                 return False
             if not mark.owner.startswith(GIVEN_UP):
                 record = self._read(mark)
-            is_left = is_process(mark.owner)
+            is_left = is_process(mark.owner) and not is_mine
             number = mark.number + 1
         if is_left and self._held:
             return False

@@ -265,6 +265,20 @@ def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(job: Job, monkeypatc
     assert process.take() == 1
 
 
+def test_a_mark_whose_writing_failed_after_it_was_done_keeps_no_rank(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(job)
+    put = process.store.put
+
+    def fails(mark: Mark, content: bytes) -> bool:
+        put(mark, content)
+        raise OSError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process.store, "put", fails)
+        assert process.take() is None
+    assert [process.take() for _ in range(RANKS)] == [0, 1, 2, 3]
+
+
 def test_what_else_lies_among_the_workers_is_passed_over(job: Job, tmp_path: Path) -> None:
     process = Process(job)
     (tmp_path / "claims" / "workers").mkdir(parents=True, exist_ok=True)

@@ -392,7 +392,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         wanted: Iterable[int] = ranks
         if self._claims is not None:
             wanted = iter(self._claims.next, None)
-        self._work_through(TaskList(wanted, _if_run(done)), self._copy, 0, overlap)
+        self._work_through(TaskList(wanted, done), self._copy, 0, overlap)
 
     def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
         """Runs a rank, and says in its claim how it has ended. None: this process has not completed it.
@@ -574,16 +574,6 @@ def _run_rank(
     executor = make_executor()
     executor.logging_dir = _own_listings(executor.logging_dir)
     return executor._run_taken(rank, slot)
-
-
-def _if_run(done: _Done) -> Callable[[int, PipelineStats | None], None]:
-    """``done`` for the ranks that this process has run: of others it has no statistics."""
-
-    def take(rank: int, stats: PipelineStats | None) -> None:
-        if stats is not None:
-            done(rank, stats)
-
-    return take
 
 
 def _own_listings(folder: DataFolder) -> DataFolder:

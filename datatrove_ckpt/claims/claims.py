@@ -130,7 +130,8 @@ class Claims:
         reached: measures a rank's progress.
         max_attempts: after so many attempts without progress a rank is given up.
         alone: this process runs one rank at a time.
-        is_worker: begin anywhere, so that not all workers try the same rank; and try again what another launch gave up.
+        is_worker: take ranks in any order, so that not all workers try the same one; and try again what another launch
+            gave up.
     """
 
     def __init__(
@@ -152,7 +153,6 @@ class Claims:
         self._max_attempts = max_attempts
         self._alone = alone
         self._is_worker = is_worker
-        self._first = random.randrange(1 << 30) if is_worker else 0
         self._given_up = f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         self._held: dict[int, tuple[Mark, Record]] = {}
         self._locked: dict[int, float] = {}  # ranks whose lock another process holds, with the time of the next try
@@ -171,8 +171,9 @@ class Claims:
         with self._guard, _hint():
             look = self._store.look()
             free = self._free(look).ranks
-            start = self._first % max(len(free), 1)
-            for rank in free[start:] + free[:start]:
+            if self._is_worker:
+                random.shuffle(free)
+            for rank in free:
                 if self._take(rank, look):
                     return rank
         return None

@@ -27,18 +27,22 @@ class TaskList:
     """Tasks that come from an iterator, which may take a while to find each.
 
     Args:
-        done: gets each task that has ended well, with its result.
+        done: gets each task that has ended well, with its result. None is no result: another process has the task.
     """
 
     def __init__(self, tasks: Iterable[int], done: Callable[[int, Any], None]) -> None:
         self._tasks = iter(tasks)
-        self.done = done
+        self._done = done
 
     def next(self) -> int | None:
         return next(self._tasks, None)
 
     async def wait_for_next(self) -> int | None:
         return await asyncio.to_thread(self.next)
+
+    def done(self, task: int, result: Any) -> None:
+        if result is not None:
+            self._done(task, result)
 
     def failed(self, task: int | None, error: BaseException) -> None:
         pass

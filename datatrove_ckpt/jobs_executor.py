@@ -359,8 +359,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             left = set(self._left(range(self.tasks))) - given_up.keys()
             if not left and not alive:
                 return
-            # Who is not at work yet takes one, too. Of a job that was killed, the claims look alive for a while.
-            wanted = min(self.workers, min(at_work, len(alive)) + free) - len(alive)
+            wanted = _wanted(self.workers, len(alive), at_work, free)
             if left and wanted > 0:
                 self._start(alive, wanted, retries)
             known = alive
@@ -610,6 +609,18 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             with self.logging_dir.open(name, "wb") as file:
                 file.write(data)
         executor.save_executor_as_json()
+
+
+def _wanted(most: int, alive: int, at_work: int, free: int) -> int:
+    """How many jobs to start, if not negative.
+
+    Args:
+        most: jobs at one time.
+        alive: jobs.
+        at_work: of them, those that have claims. The claims of a job that was killed look alive for a while.
+        free: ranks. Each job that is not at work yet takes one.
+    """
+    return min(most, min(at_work, alive) + free) - alive
 
 
 def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:

@@ -346,11 +346,14 @@ class Claims:
     def _beat(self) -> None:
         while not self._closed.wait(self._store.beat_seconds):
             try:
-                with self._guard:
-                    if not self._closed.is_set():
-                        self._store.beat()
+                self._beat_once()
             except (OSError, CkptError) as error:
                 logger.warning(f"The beat of this process's claims failed: {error}. Other workers may take its tasks.")
+
+    def _beat_once(self) -> None:
+        with self._guard:
+            if not self._closed.is_set():  # while it waited for the guard
+                self._store.beat()
 
 
 @contextmanager

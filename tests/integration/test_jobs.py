@@ -27,7 +27,7 @@ import yaml
 import datatrove_ckpt
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
-from datatrove_ckpt.jobs_executor import JobsPipelineExecutor, _Job
+from datatrove_ckpt.jobs_executor import JobsPipelineExecutor, _Job, _wanted
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
@@ -519,6 +519,21 @@ def test_the_short_form_and_datatroves_own_executor(
     command("run", "theirs.yaml", code=None)
     assert started[1]["script"] == "launch_pickled_pipeline.py"
     assert sum("datatrove's JobsPipelineExecutor: its jobs have this package only if" in line for line in log) == 1
+
+
+@pytest.mark.parametrize(
+    ("alive", "at_work", "free", "wanted"),
+    [
+        (0, 0, 4, 3),  # at most three
+        (0, 0, 2, 2),
+        (2, 1, 2, 1),  # one of two will take one of the two ranks
+        (1, 2, 0, 0),  # another one was killed, and its claims look alive
+        (0, 2, 1, 1),
+        (3, 3, 0, 0),
+    ],
+)
+def test_so_many_jobs_are_started_as_ranks_are_free(alive: int, at_work: int, free: int, wanted: int) -> None:
+    assert _wanted(3, alive, at_work, free) == wanted
 
 
 @pytest.mark.slow

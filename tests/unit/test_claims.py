@@ -300,6 +300,14 @@ def test_ranks_that_a_dead_process_left_are_told_apart(job: Job, tmp_path: Path)
     assert process.claims.free() == ([0, 1], True)
 
 
+def test_no_beat_comes_after_the_end(job: Job, tmp_path: Path) -> None:
+    process = Process(job, runs_all=True)
+    process.claims.close()
+    process.claims._beat_once()
+    assert Process(job).claims.runs() == []
+    assert not (tmp_path / "claims" / "workers" / process.owner).exists()
+
+
 def test_forty_workers_and_one_free_rank(job: Job) -> None:
     job.complete += [0, 1, 2]
     processes = [Process(job) for _ in range(40)]

@@ -158,6 +158,7 @@ class Ends:
         return answer(payload, times)
 
 
+@pytest.mark.slow
 def test_jobs_that_die_are_started_again_with_what_is_left(
     hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str]
 ) -> None:

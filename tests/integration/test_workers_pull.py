@@ -156,6 +156,7 @@ def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server: FakeServer, c
     assert_whole(server, command)
 
 
+@pytest.mark.slow
 def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server: FakeServer, command: Command) -> None:
     write(server)
     first = worker(program=WITHOUT_LOCKS)

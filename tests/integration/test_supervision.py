@@ -113,6 +113,9 @@ def _quick(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) ->
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RELAUNCH", first=0.0)
     policy("RESTART", first=0.01)
+    # A client that asks its dead server again must not meet the engine of another test process at that port.
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    monkeypatch.setattr(server, "_PORTS", server._PORTS[worker::64])
     monkeypatch.setattr(pool, "_PROBE_INTERVAL", 0.1)
     monkeypatch.setattr(pool, "_PROBE_PAUSE", 0.02)
     monkeypatch.setattr(pool, "_DRAIN_MARGIN", 0.0)

@@ -476,6 +476,14 @@ def job(server: FakeServer, before: str = "", workers: int = 1, at_once: int = 3
             process.kill()
 
 
+def ends_well(process: subprocess.Popen[bytes], seconds: float = 60) -> bool:
+    code = process.wait(seconds)
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    assert code == 0, "\n".join(said.splitlines()[-20:])
+    return True
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_while_three_ranks_have_requests_in_flight(number: signal.Signals) -> None:
     with FakeServer(hold_after=9) as server:
@@ -488,7 +496,7 @@ def test_a_signal_while_three_ranks_have_requests_in_flight(number: signal.Signa
             assert process.wait(30) == (-9 if number == signal.SIGKILL else 128 + number)
         server.release()
         with job(server) as process:
-            assert process.wait(30) == 0, process.stderr and process.stderr.read()
+            assert ends_well(process, 30)
         times = Counter(server.asked.values())
         assert times == ({1: 15} if number == signal.SIGTERM else {1: 9, 2: 6})
     assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(3) for n in range(5))
@@ -515,7 +523,7 @@ rank.restore_from_mirror = restore
             server.release()
             assert process.wait(15) in (-signal.SIGTERM, 128 + signal.SIGTERM)
         with job(server) as process:
-            assert process.wait(30) == 0
+            assert ends_well(process, 30)
         assert set(server.asked.values()) == {1}
 
 
@@ -607,7 +615,7 @@ def test_the_tasks_of_a_killed_worker_are_done_alone_and_only_what_was_in_flight
         lost = {f"text {rank} {n}" for rank in ranks for n in range(5) if f"{rank}-{n}" not in answered}
         until(lambda: len(server.payloads) > 30)
         server.release()
-        assert process.wait(60) == 0
+        assert ends_well(process)
         assert {text for text, times in server.asked.items() if times == 2} == lost
         assert max(server.asked.values()) == 2
     after = newest_attempts()
@@ -619,7 +627,7 @@ def test_the_tasks_of_a_killed_worker_are_done_alone_and_only_what_was_in_flight
     for name in ("output", "checkpoints", "logs"):
         Path(name).rename(f"interrupted {name}")
     with FakeServer() as server, job(server, workers=2, at_once=1) as process:
-        assert process.wait(60) == 0
+        assert ends_well(process)
     assert outputs(Path("output")) == outputs(Path("interrupted output"))
 
 
@@ -636,7 +644,7 @@ def test_a_signal_drains_all_tasks_of_all_workers() -> None:
         assert len(finished()) == 30
         assert not [*Path("logs/completions").glob("*")]
         with job(server, workers=2) as process:
-            assert process.wait(60) == 0
+            assert ends_well(process)
         assert set(server.asked.values()) == {1}
     assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(6) for n in range(5))
 
@@ -650,7 +658,7 @@ def test_a_signal_to_one_worker_drains_its_tasks_and_they_go_on_in_another() -> 
         logs = [Path(f"logs/logs/task_{rank:05d}.log") for rank in drained]
         until(lambda: all(b"SIGTERM" in log.read_bytes() for log in logs))
         server.release()
-        assert process.wait(60) == 0
+        assert ends_well(process)
         assert set(server.asked.values()) == {1}
     assert [rank for rank, pid in pids().items() if pid != before[rank]] == drained
     assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(6) for n in range(5))

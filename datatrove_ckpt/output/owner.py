@@ -26,6 +26,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import NamedTuple
@@ -58,12 +59,14 @@ class Owner(NamedTuple):
         run: the hash of its identity at that time.
         key: by chance, so that a later run in the same place is another one; "": not known.
         host: where the record was written.
+        replaces: the key of the removed run that had the same place, if its record was there when this run began.
     """
 
     home: str
     run: str
     key: str
     host: str
+    replaces: str = ""
 
 
 class Homes(NamedTuple):
@@ -96,9 +99,9 @@ class Homes(NamedTuple):
             return self.mirror.rstrip("/")
         return str(Path(self.mirror).absolute())
 
-    def begun(self, key: str = "") -> Owner:
+    def begun(self, key: str = "", replaces: str = "") -> Owner:
         """The run as it begins here and now."""
-        return Owner(self.place, self.run or "", key, socket.gethostname())
+        return Owner(self.place, self.run or "", key, socket.gethostname(), replaces)
 
     def owns(self, owner: Owner) -> bool:
         """Whether a record names this run."""
@@ -116,7 +119,10 @@ class Homes(NamedTuple):
 
     def is_gone(self, owner: Owner, is_unused: Callable[[], bool]) -> bool:
         """Whether a record names an earlier run, whose checkpoints were in this place, and were removed or moved."""
-        if self.kept is not None or owner.home != str(self.root.absolute()):
+        kept = self.kept
+        if kept is not None:  # by another rank, or before a kill, and the record comes next
+            return bool(owner.key) and kept.replaces == owner.key
+        if owner.home != str(self.root.absolute()):
             return False
         return owner.host == socket.gethostname() or is_unused()
 
@@ -181,7 +187,8 @@ class Ownership:
             if is_owned and owner is not None:
                 self._homes.keep(owner)
                 return
-            kept = self._homes.keep(self._homes.begun(secrets.token_hex(8)))
+            replaces = "" if owner is None else owner.key
+            kept = self._homes.keep(self._homes.begun(secrets.token_hex(8), replaces))
             if owner is not None:
                 self._record.remove()
             self._record.create(kept)
@@ -246,6 +253,7 @@ class _Record:
         self._create(orjson.dumps(owner._asdict()))
 
     def remove(self) -> None:
+        """Removes the file. Another rank may do so at the same moment."""
         raise NotImplementedError
 
     def _read(self) -> bytes | None:
@@ -317,7 +325,7 @@ class _RemoteRecord(_Record):
             time.sleep(_READ_AGAIN_SECONDS)
 
     def remove(self) -> None:
-        with file_system_call():
+        with suppress(FileNotFoundError), file_system_call():
             self._fs.rm_file(self._path)
 
 
@@ -375,4 +383,11 @@ class _HubRecord(_Record):
     def remove(self) -> None:
         from huggingface_hub import CommitOperationDelete
 
-        self._hub.commit([CommitOperationDelete(self._path)], "Remove the note of a run that is gone", self._head())
+        head = self._head()
+        if not self._hub.look_up([self._path], head):
+            return
+        try:
+            self._hub.commit([CommitOperationDelete(self._path)], "Remove the note of a run that is gone", head)
+        except OSError as error:
+            if http_status(error) != _MISMATCH:  # another rank may have removed it
+                raise

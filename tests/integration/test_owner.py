@@ -7,7 +7,8 @@ import random
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,6 +28,7 @@ from datatrove_ckpt.output import hub_uploads, owner
 from datatrove_ckpt.output.owner import Ownership
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
+from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 from tests.commands import Command
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
@@ -531,6 +533,71 @@ def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(
         Place(tmp_path).forget_owner()
         for root in nodes:
             shutil.rmtree(root)
+
+
+class Interrupting(WatchedDisk):
+    """Calls ``interrupt`` before one effect."""
+
+    def __init__(self, number: int, interrupt: Callable[[], None]) -> None:
+        super().__init__()
+        self._number = number
+        self._interrupt = interrupt
+
+    def before(self, name: str, args: Any, label: str) -> None:
+        if len(self.happened) == self._number:
+            files.disk = files.Disk()
+            self._interrupt()
+
+
+def claim_in_place_of_a_removed_run(tmp_path: Path) -> Callable[[], None]:
+    """Returns what each rank of a run does whose folder held an earlier run of the same settings."""
+    folder = Place(tmp_path).writer().output_folder
+    root = tmp_path / "checkpoints"
+    Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: False)
+    shutil.rmtree(root)
+    return lambda: Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: False)
+
+
+def test_ranks_that_replace_the_owner_of_a_removed_run_at_one_moment_agree(tmp_path: Path) -> None:
+    """The second one does all of it before each effect of the first, or right after the first has read the record."""
+    for number in count():
+        claim = claim_in_place_of_a_removed_run(tmp_path / str(number))
+        disk = Interrupting(number, claim)
+        with disk_in_place(disk):
+            claim()
+        claim()
+        if len(disk.happened) < number:
+            break
+    assert number > 8
+
+
+def test_a_rank_that_read_the_owner_of_a_removed_run_before_another_replaced_it_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = claim_in_place_of_a_removed_run(tmp_path)
+    read = owner._LocalRecord.read
+
+    def interrupted(record: Any) -> Any:
+        found = read(record)
+        monkeypatch.undo()
+        claim()
+        return found
+
+    monkeypatch.setattr(owner._LocalRecord, "read", interrupted)
+    claim()
+    claim()
+
+
+def test_a_run_killed_while_it_replaces_the_owner_of_a_removed_run_goes_on(tmp_path: Path) -> None:
+    for number in count():
+        folder = tmp_path / str(number)
+        claim = claim_in_place_of_a_removed_run(folder)
+        with crash_at(number, folder) as disk:
+            claim()
+        claim()
+        if disk.crashed_at is None:
+            break
+    assert number > 8
 
 
 @pytest.mark.slow

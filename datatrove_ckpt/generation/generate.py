@@ -582,13 +582,14 @@ def _digest(payload: Payload) -> str:
     if not _WITH_SCHEMA.isdisjoint(payload):
         option = PAYLOAD_JSON
         fields = dict(sorted(payload.items()))
-    if has_nan(payload):  # orjson would write null; to look for that in a text takes longer
-        refuse_unsendable(payload, default=media_key)
     try:
-        return payload_hash(orjson.dumps(fields, option=option, default=media_key))
+        data = orjson.dumps(fields, option=option, default=media_key)
     except TypeError:
         refuse_unsendable(payload, default=media_key)
         raise
+    if data.find(b"null") >= 0 and has_nan(payload):  # orjson writes null for NaN
+        refuse_unsendable(payload, default=media_key)
+    return payload_hash(data)
 
 
 def _body(payload: Payload) -> AnyBody:

@@ -70,7 +70,7 @@ _REMOTE_CLAIMS_POLL = 15.0
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
-_RANKS_AT_ONCE = 8
+_RANKS_AT_ONCE = 32  # as many as short tasks need for 64 requests with a long tail (tests/bench/barrier.py)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _Done = Callable[[int, PipelineStats], None]
 """Gets each rank that is complete, with its statistics."""
@@ -86,7 +86,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is
             given up. The other ranks go on. Several ranks of a process that dies are tried again one by one.
         ranks_at_once: how many ranks each worker may run at one time, over the same servers: while the last answers of
-            a rank are waited for, the next rank starts. None: 8, or 1 if a shared_context is opened for each rank.
+            a rank are waited for, the next rank starts. None: 32, or 1 if a shared_context is opened for each rank.
             Ranks run in turn if the pipeline has several InferenceRunners, or one with reuse_servers=False.
     """
 

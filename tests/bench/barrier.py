@@ -28,10 +28,12 @@ async def ask(document: Any, generate: Any) -> Any:
 
 
 def make_input(folder: Path, tasks: int, seconds: list[float]) -> None:
-    """The same documents in as many files as there are tasks."""
+    """The same documents, in the same order, in as many files as there are tasks."""
     folder.mkdir(parents=True)
+    size = -(-len(seconds) // tasks)
     for task in range(tasks):
-        rows = [{"id": f"{task}-{n}", "text": f"{task}-{n} {one:.3f}"} for n, one in enumerate(seconds[task::tasks])]
+        part = seconds[task * size : (task + 1) * size]
+        rows = [{"id": f"{task}-{n}", "text": f"{task}-{n} {one:.3f}"} for n, one in enumerate(part)]
         (folder / f"{task:03d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -76,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=3200)
     parser.add_argument("--tasks", type=int, nargs="+", default=[1, 10, 40])
-    parser.add_argument("--ranks-at-once", type=int, nargs="+", default=[8, 1])
+    parser.add_argument("--ranks-at-once", type=int, nargs="+", default=[32, 1])
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     cases = [(tasks, at_once) for at_once in options.ranks_at_once for tasks in options.tasks]

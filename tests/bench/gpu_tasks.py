@@ -1,8 +1,9 @@
-"""What the ends of tasks cost a real GPU: ``python -m tests.bench.gpu_tasks [--tasks 1 8] [--ranks-at-once 1]``.
+"""What the ends of tasks cost a real GPU: ``python -m tests.bench.gpu_tasks [--tasks 1 10 40] [--ranks-at-once 1]``.
 
 The same documents, as one task and as many, in one worker, over one server: the continuous batching
 of transformers with a Llama of random weights, so no model has to be fetched. The lengths of the answers have a long
-tail, as those of reasoning models. The first run warms up, and is not measured.
+tail, as those of reasoning models. The first run warms up, and is not measured. The second has no datatrove and no
+HTTP: as many requests at once are given to the engine in its process.
 """
 
 from __future__ import annotations
@@ -63,20 +64,40 @@ class Engine:
         self.tokens += number
         self._waiting.pop(name).set_result(number)
 
+    async def generate(self, tokens: int) -> int:
+        """Returns the number of tokens of an answer."""
+        name = f"{time.monotonic_ns()}"
+        future = self._loop.create_future()
+        self._waiting[name] = future
+        prompt = [random.randrange(3, 32_000) for _ in range(PROMPT)]
+        self._manager.add_request(prompt, request_id=name, max_new_tokens=tokens)
+        return await future
+
+    async def batch(self, lengths: list[int]) -> float:
+        """Returns the seconds that the engine needs for answers of these lengths, with as many at once as a job has."""
+        left = iter(lengths)
+
+        async def work() -> None:
+            for tokens in left:
+                await self.generate(tokens)
+
+        began = time.monotonic()
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+        return time.monotonic() - began
+
     async def complete(self, request: web.Request) -> web.Response:
         payload = await request.json()
+        number = await self.generate(payload["max_tokens"])
         name = f"{time.monotonic_ns()}"
-        future = self._waiting[name] = self._loop.create_future()
-        prompt = [random.randrange(3, 32_000) for _ in range(PROMPT)]
-        self._manager.add_request(prompt, request_id=name, max_new_tokens=payload["max_tokens"])
-        number = await future
         choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}
         usage = {"prompt_tokens": PROMPT, "completion_tokens": number}
         return web.json_response({"id": name, "model": "random", "choices": [choice], "usage": usage})
 
 
 async def serve(started: threading.Event, found: dict[str, Any]) -> None:
-    found["engine"] = engine = Engine()
+    engine = Engine()
+    found["engine"] = engine
+    found["loop"] = asyncio.get_running_loop()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", engine.complete)
     app.router.add_get("/v1/models", lambda request: web.json_response({"data": [{"id": "random"}]}))
@@ -95,15 +116,16 @@ async def rollout(document: Any, generate: Any) -> Any:
 
 
 def make_input(folder: Path, tasks: int, lengths: list[int]) -> None:
-    """The same documents in as many files as there are tasks."""
+    """The same documents, in the same order, in as many files as there are tasks."""
     folder.mkdir(parents=True)
+    size = -(-len(lengths) // tasks)
     for task in range(tasks):
-        mine = lengths[task::tasks]
+        mine = lengths[task * size : (task + 1) * size]
         rows = [json.dumps({"id": f"{task}-{n}", "text": "x", "tokens": number}) for n, number in enumerate(mine)]
         (folder / f"{task:03d}.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def run(folder: Path, url: str, tasks: int, ranks_at_once: int, lengths: list[int]) -> float:
+def run(folder: Path, url: str, tasks: int, ranks_at_once: int | None, lengths: list[int]) -> float:
     """Returns the seconds of a job."""
     from datatrove.pipeline.writers import JsonlWriter
 
@@ -122,9 +144,9 @@ def run(folder: Path, url: str, tasks: int, ranks_at_once: int, lengths: list[in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=128)
-    parser.add_argument("--tasks", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--ranks-at-once", type=int, default=8, help="1: tasks run in turn")
+    parser.add_argument("--documents", type=int, default=480)
+    parser.add_argument("--tasks", type=int, nargs="+", default=[1, 10, 40])
+    parser.add_argument("--ranks-at-once", type=int, help="1: tasks run in turn")
     options = parser.parse_args()
     chance = random.Random(0)
     lengths = [min(512, max(16, int(chance.lognormvariate(4.2, 0.8)))) for _ in range(options.documents)]
@@ -133,15 +155,17 @@ def main() -> None:
     started.wait()
     rows: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        run(Path(name, "warm up"), found["url"], 1, 1, lengths)
-        first = None
+        run(Path(name, "warm up"), found["url"], 1, 1, lengths[:AT_ONCE])
+        engine = found["engine"]
+        alone = asyncio.run_coroutine_threadsafe(engine.batch(lengths), found["loop"]).result()
+        rows.append(["the engine alone", f"{alone:.1f}", f"{sum(lengths) / alone:,.0f}", "1.00"])
+        print(rows[-1], flush=True)
         for tasks in options.tasks:
             seconds = run(Path(name, str(tasks)), found["url"], tasks, options.ranks_at_once, lengths)
-            first = first or seconds
             rate = f"{sum(lengths) / seconds:,.0f}"
-            rows.append([tasks, f"{seconds:.1f}", rate, f"{seconds / first:.2f}"])
+            rows.append([tasks, f"{seconds:.1f}", rate, f"{alone / seconds:.2f}"])
             print(rows[-1], flush=True)
-    table(["tasks", "seconds", "tokens/s", "times the first"], rows)
+    table(["tasks", "seconds", "tokens/s", "of the engine alone"], rows)
 
 
 if __name__ == "__main__":

@@ -417,8 +417,8 @@ def opened() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("changes", "config", "most"),
     [
-        ({}, {}, 8),
-        ({"shared_context": {"a": 1}}, {}, 8),
+        ({}, {}, 32),
+        ({"shared_context": {"a": 1}}, {}, 32),
         ({"shared_context": opened}, {}, 1),
         ({}, {"reuse_servers": False}, 1),
     ],
@@ -435,8 +435,8 @@ def test_ranks_run_in_turn_where_they_cannot_share(changes: dict[str, Any], conf
 
 @pytest.mark.alone
 def test_many_short_tasks_take_hardly_longer_than_one() -> None:
-    _, one, ten = measure(600, [(1, 8), (10, 8)], longest=3.0)
-    assert ten <= 1.25 * one
+    _, one, forty = measure(960, [(1, 32), (40, 32)], longest=5.0)
+    assert forty <= 1.15 * one
 
 
 # A job in a process of its own ----------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ RUN_ELSEWHERE = {
     "tests/real/test_engine_bench.py runs it with llama.cpp",
     "python -m tests.bench.barrier": "minutes; tests/integration/test_ranks_at_once.py has fewer documents",
     "python -m tests.bench.barrier --documents 1600 --workers 2 --tasks 2 10 40": "the same",
-    "python -m tests.bench.gpu_tasks": "needs a GPU",
+    "python -m tests.bench.barrier --documents 960 --tasks 1 10 40 80 --ranks-at-once 32 8": "the same",
+    "python -m tests.bench.gpu_tasks --documents 400": "needs a GPU",
 }
 """Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them instead."""
 

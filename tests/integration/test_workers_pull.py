@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,15 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> str:
     return text
 
 
+def is_known(process: subprocess.Popen[str]) -> bool:
+    """Whether the other processes see this worker."""
+    for path in Path("logs/claims/workers").iterdir():
+        with suppress(FileNotFoundError):  # the worker has ended
+            if f'"pid":{process.pid}' in path.read_text():
+                return True
+    return False
+
+
 def complete() -> set[int]:
     return {int(path.name) for path in Path("logs/completions").glob("*")}
 
@@ -106,6 +116,8 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server: FakeS
     first, second = worker(), worker()
     until(lambda: len(complete()) >= 2)
     third = worker()
+    # A run that sees no worker would take all tasks, and refuse a worker that comes later.
+    until(lambda: is_known(third) or third.poll() is not None)
     os.kill(first.pid, signal.SIGKILL)
     run = worker("--fail-on-dead-letters")
     assert "no task is free now" in ended(second)

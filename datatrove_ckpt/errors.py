@@ -32,7 +32,7 @@ CkptError
     └── RequestPoisoned        this request kills servers, even if it is the only one in flight
 
 Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds one of the errors
-above. This module imports ``formatting`` only, so every room may import it.
+above. This module imports ``formatting`` and ``doors`` only, so every room may import it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from datatrove_ckpt.doors import Remedy
 from datatrove_ckpt.formatting import printable
 
 
@@ -61,11 +62,17 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 class CkptError(Exception):
     """Base of every error of this package. Raised itself, it means that tasks of a cluster are not complete.
 
-    Messages quote servers, documents and files. Python prints them when a script ends with one.
+    Its arguments are the parts of its message: texts, and what helps as objects (see ``doors``). Messages quote
+    servers, documents and files. Python prints them when a script ends with one.
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable("".join(map(str, self.args)))
+
+    @property
+    def remedies(self) -> list[Remedy]:
+        """What helps, in the order of the message."""
+        return [part for part in self.args if isinstance(part, Remedy)]
 
 
 def named(error: CkptError, model: str) -> CkptError:

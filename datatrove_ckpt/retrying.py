@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 from loguru import logger
 
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     CkptError,
@@ -127,7 +128,7 @@ def naming_hub(setting: str) -> Iterator[None]:
     except OSError as error:
         if (refused := hub_refusal(error)) is None:
             raise
-        raise StorageFailed(f"{setting}: {refused}.") from error
+        raise StorageFailed(f"{written(setting)}: {refused}.") from error
 
 
 def library_line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt import doors, retrying
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
@@ -309,6 +309,13 @@ def _no_warm_servers() -> Iterator[None]:
     """No test leaves its servers to the next."""
     yield
     close_warm_servers()
+
+
+@pytest.fixture(autouse=True)
+def _door_of_this_test() -> Iterator[None]:
+    """No test leaves its words to the next."""
+    with doors.entered(doors.Door()):
+        yield
 
 
 @pytest.fixture(autouse=True)

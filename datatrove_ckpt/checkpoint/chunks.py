@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
+from datatrove_ckpt.doors import StartOver
 from datatrove_ckpt.errors import CheckpointMismatch
 
 PositionGetter: TypeAlias = Callable[[], Json | None]
@@ -141,8 +142,9 @@ class ChunkTracker:
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
                 f"The input ended after {self.documents} documents, but {self._folder} holds finished documents "
-                "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with "
-                "another checkpoints_local_dir, output_folder and logging_dir."
+                "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with ",
+                StartOver(),
+                ".",
             )
         if self._current is not None:
             self._fill(self._current)
@@ -179,8 +181,9 @@ class ChunkTracker:
         if known != fingerprint:
             raise CheckpointMismatch(
                 f"Document {ordinal} of this rank is not the one that was finished there before (see {self._folder}): "
-                "the input, or a step before this one, has changed. Restore it, or start with another "
-                "checkpoints_local_dir."
+                "the input, or a step before this one, has changed. Restore it, or start with ",
+                StartOver(),
+                ".",
             )
 
     def _fill(self, chunk: Chunk) -> None:

@@ -9,7 +9,6 @@ describes. Everything else at the end of the log is damage.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -36,11 +35,11 @@ from datatrove_ckpt.checkpoint.lines import (
     unseal,
 )
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
+from datatrove_ckpt.doors import Repair, written
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.formatting import plural
 
 ENDS = "ends"
-_LONGER = "raise max_tokens in default_generation_params, and model_max_context if prompt and answer do not fit"
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
 MAX_GAP = 1_000_000
 """No run has more chunks than this in progress at once. A larger gap between two chunks is not of our making."""
@@ -60,22 +59,14 @@ class CommitsDamaged(CheckpointCorrupt):
         checkpoints = root if retry_number(root.name) is None else root.parent
         super().__init__(
             f"{what} Keep the rank's output files: they may belong to lost commits. Restore {path.name} from a copy or "
-            f"from the mirror. If there is none: {repair_command(checkpoints, logging_dir=logging_dir)}, "
-            "then run the same command again. Commits that can be proved are kept; the other chunks are processed "
-            "again."
+            "from the mirror. If there is none: ",
+            Repair(str(checkpoints), logging_dir),
+            ". Commits that can be proved are kept; the other chunks are processed again.",
         )
         self.path, self.what, self.logging_dir = path, what, logging_dir
 
     def __reduce__(self) -> tuple[type[CommitsDamaged], tuple[Path, str, str | None]]:
         return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
-
-
-def repair_command(*what: Path | str, logging_dir: str | None = None, output: str | None = None) -> str:
-    """The command that repairs a checkpoint, quoted for a shell."""
-    command = ["datatrove-ckpt", "repair", *map(str, what)]
-    command += [] if output is None else ["--output", output]
-    command += [] if logging_dir is None else ["--logging-dir", logging_dir]
-    return shlex.join(command)
 
 
 def stamp_of(text: str) -> int:
@@ -151,7 +142,10 @@ class DocumentCounts:
         none = f" The rollout dropped each document. {WHY_DROPPED}"
         if self.cut_off:
             were = "was" if self.cut_off == 1 else "were"
-            said.append(f"{self.cut_off} of {answers} {were} cut off at max_tokens ({_LONGER})")
+            said.append(
+                f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise "
+                f"max_tokens{written.in_default_params}, and model_max_context if prompt and answer do not fit)"
+            )
         if self.empty:
             said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
         return none * (self.dropped == self.read > 0) + (f" {' and '.join(said)}." if said else "")

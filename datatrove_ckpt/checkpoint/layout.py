@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 JOB = "job.json"
@@ -218,7 +219,7 @@ def refuse_missing_run_json(folder: Path) -> None:
 def continue_datatroves(checkpoints: Path | str) -> str:
     """What to do where a run of datatrove's own runner has left its checkpoint, or output."""
     return (
-        "To continue that run, stop it, choose another checkpoints_local_dir, output_folder and logging_dir, and set "
+        f"To continue that run, stop it, choose another {written.folders}, and set "
         f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. To "
         "start over, choose other folders without finished_from."
     )

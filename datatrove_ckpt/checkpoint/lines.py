@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import orjson
 import xxhash
 
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.formatting import byte_size
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
@@ -70,7 +71,7 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only it held is "
             "lost. Put it back (a copy, the mount; a mirror comes back by itself) and run the same command again. If "
-            "it is gone for good, start over with another checkpoints_local_dir, output_folder and logging_dir."
+            f"it is gone for good, start over with another {written.folders}."
         )
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return "Make it writable for this user (or choose another folder) and run the same command again."

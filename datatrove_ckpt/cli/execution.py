@@ -32,6 +32,7 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.verify_repair import repair_before_run
+from datatrove_ckpt.doors import Setting, StartOver, current, written
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CkptError,
@@ -52,10 +53,6 @@ from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 from datatrove_ckpt.retrying import code_of_rank, hub_refusal
 
-_REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
-_FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests|on_document_error)=(\w+)")
-_TASKS = re.compile(r" --(?:executor\.)?tasks[ =]\d+")
-
 
 def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:
     """Runs what ``build`` has made of a file's content. Returns the exit code.
@@ -64,8 +61,6 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
     plan = RunPlan(executor)
-    for runner in plan.runners:  # as it is written on this command line, in cluster jobs as well
-        runner.step.how_to_accept = f"add --pipeline.{runner.index}.accept_changes=true to the command"
     check_steps(plan)
     if arguments.cancel:
         if not isinstance(executor, JobsPipelineExecutor):
@@ -80,7 +75,8 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
-            return fail(_with_command(error, arguments, plan), 1)
+            _advise(error, plan, arguments.config)
+            return fail(error, 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
             print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
@@ -130,7 +126,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 left = TooManyDeadLetters(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters).")
                 return fail(left, exit_code(left, arguments.rank))
     except KeyboardInterrupt:
-        return _interrupted(interruption, arguments.command)
+        return _interrupted(interruption)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
         if exit.code:
             raise
@@ -139,11 +135,12 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         if isinstance(error, ConfigError) and not started and arguments.rank is None:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
-            return _interrupted(interruption, arguments.command)
+            return _interrupted(interruption)
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        return fail(_with_command(own, arguments, plan), exit_code(own, arguments.rank))
+        _advise(own, plan, arguments.config)
+        return fail(own, exit_code(own, arguments.rank))
     finally:
         say_errors_later(False)
     return 0
@@ -169,7 +166,7 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     if slurm_submit.submits(executor):
         folders = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         what = [[arguments.config, *arguments.overrides]] if arguments.config and len(kept) == 1 else folders
-        say(slurm_submit.submit(executor, what, arguments.command))
+        say(slurm_submit.submit(executor, what, current().command))
         return 0
     is_ours, started = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor), unix_seconds()
     marked = plan.marked() if not is_ours and not executor.skip_completed else {}
@@ -179,39 +176,28 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     with checkpoints_seen(executor) as said:
         checked = check_after_run(executor)
         for runner in kept:
-            say(said(closing_line(runner, arguments.command, checked, started)))
+            say(said(closing_line(runner, current().command, checked, started)))
     # Of the rank that ran: a checkpoint on a volume has those of the others, too.
     committed = ([one for one in job.committed if arguments.rank in (None, one[0])] for job in checked.jobs.values())
     return sum(sum_delivered(counts).dead for counts in committed)
 
 
-def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan) -> Exception:
-    """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
-    from datatrove_ckpt.cli.start_over import FLAG, advice  # maintenance, which a run does not need
+def _advise(error: Exception, plan: RunPlan, config: str | None) -> None:
+    """Adds the whole commands to type to an error that says what helps."""
+    from datatrove_ckpt.cli import start_over  # maintenance, which a run does not need
 
-    command, words, flags = arguments.command, arguments.words, dict[str, None]()
-
-    def as_typed(found: re.Match[str]) -> str:
-        flag = found[0] if words is str else f"--{found[1].replace('_', '-')} {found[2]}"
-        if found[1] == "tasks":
-            return f"{_TASKS.sub('', command)} {flag}"
-        flags[flag] = None
-        return flag
-
-    text = words(_FLAG.sub(as_typed, str(error)))
-    if "--repair" not in command.split():
-        text = _REPAIR.sub(lambda found: f"{command.replace(found[1], '')} --repair{found[1]}", text)
-    if flags:  # what helps first stands last
-        text += " The whole command: " + "\nor: ".join(f"{command} {flag}" for flag in reversed(flags))
-    text += advice(error, plan, arguments.config, words is not str, f"{command} {FLAG}")
-    if text != str(error):
-        error.args = (text,)
-    return error
+    if not isinstance(error, CkptError):
+        return
+    settings = [remedy for remedy in error.remedies if isinstance(remedy, Setting)]
+    commands = [setting.command for setting in reversed(settings)]  # what helps first stands last
+    for number, command in enumerate(filter(None, commands)):
+        error.add_note(f"{'or' if number else 'The whole command'}: {command}")
+    start_over.advise(error, plan, config)
 
 
-def _interrupted(interruption: Interruption, command: str) -> int:
+def _interrupted(interruption: Interruption) -> int:
     number = interruption.number or signal.SIGINT
-    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: {command}"
+    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: {current().command}"
     print(what, file=sys.stderr)
     return 128 + number
 
@@ -268,7 +254,7 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     logs = plan.logging_dir
     if refused := hub_refusal(error):
         there = re.match("hf://[a-z]+s/([^/]+/[^/]+)", logs.resolve_paths(""))
-        return StorageFailed(f"{'logging_dir: ' if there and there[1] in refused else ''}{refused}.")
+        return StorageFailed(f"{written.logging_dir}: {refused}." if there and there[1] in refused else f"{refused}.")
     folders = {"logging_dir": Path(logs.resolve_paths(""))} if logs.is_local() else {}
     folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
     if error.errno in _FULL:
@@ -281,15 +267,15 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it
     inputs = [Path(step.data_folder.path).absolute() for step in plan.pipeline if hasattr(step, "data_folder")]
     near = (name for name, folder in folders.items() if path.is_relative_to(folder) or folder.is_relative_to(path))
-    setting = next(near, None)
+    setting = next(near, "")
+    shown = written(setting)
     if error.errno == errno.ENOENT:
         gone = "it was removed during the run, or its file system takes no files there. Choose another"
-        said = f"{path} ({setting}): {error.strerror}: {gone} {setting}."
-        return error if setting is None else StorageFailed(said)
+        return StorageFailed(f"{path} ({shown}): {error.strerror}: {gone} {shown}.") if setting else error
     if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
-        return StorageFailed(f"{not_readable(error.filename)}, or choose another checkpoints_local_dir.")
-    where = f" ({setting})" if setting else ""
-    other = f", or mount it writable, or choose another {setting}," if setting else ", or mount it writable,"
+        return StorageFailed(f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}.")
+    where = f" ({shown})" if setting else ""
+    other = f", or mount it writable, or choose another {shown}," if setting else ", or mount it writable,"
     other = " to read it," if any(map(path.is_relative_to, inputs)) else other
     return StorageFailed(
         f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run the "
@@ -391,8 +377,10 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
     if not counts.read and (skipped.damaged or skipped.without_text):
         rows = skipped._replace(files=0, names=())  # every file would be named
         raise InputError(
-            f"No row of the whole input is a document.{rows} Check text_key and the adapter of the reader, and "
-            "start again with another checkpoints_local_dir and logging_dir."
+            f"No row of the whole input is a document.{rows} Check text_key{written.and_adapter}, and start again "
+            "with ",
+            StartOver(),
+            ".",
         )
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:

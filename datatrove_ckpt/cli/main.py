@@ -17,7 +17,6 @@ import argparse
 import inspect
 import math
 import re
-import shlex
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +28,8 @@ from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail
+from datatrove_ckpt.config.paths import is_script
+from datatrove_ckpt.doors import Door, entered
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
@@ -78,16 +79,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
-    arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
-    arguments.words = str
+    arguments.overrides = overrides
+    with entered(_door(arguments, given)):
+        return _call(arguments)
+
+
+def _door(arguments: argparse.Namespace, given: list[str]) -> Door:
+    """The command that runs the job is what help is given for: a script is run by Python."""
+    config = getattr(arguments, "config", None)
+    if is_script(config) or arguments.name not in ("run", "doctor"):
+        return Door()
+    if arguments.name == "doctor":
+        given = ["run", *([] if config is None else [config]), *arguments.overrides]
+    return Door(words=("datatrove-ckpt", *given))
+
+
+def _call(arguments: argparse.Namespace) -> int:
     try:
         with gc_paused():
             module = import_module(f"datatrove_ckpt.cli.{arguments.module}")
         code: int = getattr(module, arguments.name)(arguments)
     except ConfigError as error:
-        return fail(error, 2, arguments.words)
+        return fail(error, 2)
     except (CkptError, OSError) as error:
-        return fail(error, 1, arguments.words)
+        return fail(error, 1)
     return code
 
 

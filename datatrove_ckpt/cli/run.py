@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
-from datatrove_ckpt.cli.short_form import Node, make_executor, read_config, words_of
+from datatrove_ckpt.cli.short_form import Node, make_executor, read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.config.paths import is_script, start_command
+from datatrove_ckpt.doors import current, use
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 
@@ -31,7 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    arguments.words = words_of(arguments.config)
     if (of_script := is_script(arguments.config)) and not arguments.cancel:
         command = start_command([arguments.config, *arguments.overrides])
         raise ConfigError(f"{arguments.config}: is a script. Start it: {command}")
@@ -52,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.start_over and not arguments.dry_run:
         from datatrove_ckpt.cli.start_over import FLAG, start_over
 
-        start_over(executor, arguments.config, arguments.words is not str, arguments.retry_dead_letters)
-        arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
+        start_over(executor, arguments.config, arguments.retry_dead_letters)
+        use(current().without(FLAG))
         content, executor = _build(arguments)  # tasks may have been those of the run before
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
@@ -84,12 +83,10 @@ def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
-    words = arguments.words = words_of(arguments.config)
     executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.preflight.doctor import doctor as examine  # a file with a mistake needs none of it
 
     checks = examine(executor)
-    checks = [replace(one, subject=words(one.subject), message=words(one.message)) for one in checks]
     problems = sum(check.state == "problem" for check in checks)
     code = 1 if problems else 0
     if arguments.json:

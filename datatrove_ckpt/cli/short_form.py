@@ -18,9 +18,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import partial
 from glob import escape, has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -40,8 +39,9 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.config.paths import is_script
-from datatrove_ckpt.errors import CkptError, ConfigError, ServerError, causes
-from datatrove_ckpt.formatting import error_text, safe_text
+from datatrove_ckpt.doors import Door, current, entered, use
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.redaction import HIDDEN
 from datatrove_ckpt.retrying import failure_line
 
@@ -148,9 +148,11 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
         if times > 1:
             raise ConfigError(f"{name}: given {times} times. Give it once; several files are a pattern or a folder.")
     if "executor" not in content:
+        source = path or "the command line"
+        use(replace(current(), form=source))
         for override in named:
             set_at_path(content, override, ShortJob)
-        content = expand(content, path or "the command line", only_look)
+        content = expand(content, source, only_look)
     elif named:
         raise ConfigError(
             f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a path, such as "
@@ -294,68 +296,25 @@ def run(
         content[name] = str(path) if isinstance(path, Path) else path
     content |= {"model": model, "endpoint": endpoint, **settings}
     content = {name: value for name, value in content.items() if value is not None}
-    from datatrove_ckpt.cli import start_over as moves  # slow to import
-    from datatrove_ckpt.preflight.run_plan import RunPlan
-
-    executor = None
-    try:
-        executor = build(expand(content, "run()"))
-        if start_over:
-            moves.start_over(executor, None, True, bool(settings.get("retry_dead_letters")))
-            executor = build(expand(content, "run()"))
-        executor.run()
-    except CkptError as error:
-        advice = executor and moves.advice(error, RunPlan(executor), None, True, "pass start_over=True to run().")
-        error.args = (f"{in_short_words(str(error), 'run()')}{advice or ''}",)
-        raise
+    with entered(Door(form="run()")):
+        _run(content, start_over)
     is_url = "://" in str(run_folder)
     return f"{str(run_folder).rstrip('/')}/output" if is_url else Path(run_folder, "output").expanduser()
 
 
-# words ----------------------------------------------------------------------------------------------------------------
+def _run(content: Node, start_over: bool) -> None:
+    from datatrove_ckpt.cli import start_over as moves  # slow to import
+    from datatrove_ckpt.preflight.run_plan import RunPlan
 
-# Messages name settings of the long form. Where a message leaves the program, the names of the short form take their
-# places. Paths, quotations, and the texts of the errors of others stay as they are.
-
-_KEPT = r"""[^\s=:(]*/\S*|"(?:\\.|[^"\\\n])*"|(?<!\w)'[^'\n]*'(?!\w)"""
-_FOLDER = r"\b(?:checkpoints_local_dir|output_folder|logging_dir)\b"
-_NEXT = rf",?(?: and(?: with)?| or)?(?: an?| another)? (?:{_FOLDER}|output_filename\b|output folder)"
-_FOLDERS = rf"{_FOLDER}(?: \(and [^)]*\)|{_NEXT})*"
-_WORDS = {
-    rf" \(or {_FOLDERS}\)": "",
-    _FOLDERS: "run_folder",
-    r"\bdata_folder(,? (or |and )?glob_pattern)?\b": "input",
-    r"\bmodel_name_or_path\b": "model",
-    r"\bendpoint_url\b": "endpoint",
-    r",? (or|and) (write )?(an|the) adapter( of the reader| that gives one)?": "",
-    r" in default_generation_params\b( or generation_params\b)?|\bpipeline\[\d+\] (?!\S+: )": "",
-    r"--(executor|pipeline\.\d+(\.\w+)*)\.(?=\w+=)": "--",
-    r"\bpipeline\[\d+\] \w+(\.(config|rollout_fn|output_writer))?: |\bexecutor( \w+)?: ": "SOURCE: ",
-    r"\b(InferenceConfig|default_generation_params|rollout_fn)\.|\s*\(rollout_fn\)": "",
-    r"\brollout_fn\b": "rollout",
-    "use class_path: LocalPipelineExecutor": "leave slurm out",
-}
-_IN_PYTHON = {r"--(?=\w+=)": "", "--start-over": "start_over", "to InferenceRunner": "to run()"}
-
-
-def words_of(path: str | None) -> Callable[[str], str]:
-    """Puts messages into the words of a job: of a file, or of the command line."""
-    is_long = path is not None and (is_script(path) or "executor" in load(path))
-    return str if is_long else partial(in_short_words, source=path or "the command line")
-
-
-def in_short_words(text: str, source: str) -> str:
-    """A message about a job in the short form, such as the message of the error that is being handled."""
-    kept = _KEPT
-    for cause in causes(sys.exception()):
-        theirs = getattr(cause, "error", cause)  # a string, if a worker process has sent it
-        if not isinstance(theirs, CkptError) and not isinstance(cause, ServerError):
-            lines = (re.escape(line.strip(" .:")) for line in safe_text(theirs).splitlines())
-            kept += "".join(rf"|(?<!\w){line}(?!\w)" for line in lines if line)
-    parts = re.split(f"({kept})", text)
-    for pattern, word in (_WORDS | (_IN_PYTHON if source == "run()" else {})).items():
-        parts[::2] = [re.sub(pattern, word.replace("SOURCE", source), part) for part in parts[::2]]
-    return "".join(parts).replace(f"{source}: {source}: ", f"{source}: ")
+    executor = build(expand(content, "run()"))
+    try:
+        if start_over:
+            moves.start_over(executor, None, bool(content.get("retry_dead_letters")))
+            executor = build(expand(content, "run()"))
+        executor.run()
+    except CkptError as error:
+        moves.advise(error, RunPlan(executor), None)
+        raise
 
 
 def _node(class_path: str, **arguments: Any) -> Node:

@@ -5,7 +5,6 @@ The folder is renamed in one step: it holds checkpoints, output and logs, so old
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -17,20 +16,19 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import LOCK, RUN
 from datatrove_ckpt.checkpoint.ledger import find_ranks, name_place
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, CkptError, ConfigError, InputError
+from datatrove_ckpt.doors import StartOver, current
+from datatrove_ckpt.errors import CheckpointLocked, CkptError, ConfigError
 from datatrove_ckpt.preflight.before_run import check_steps
 from datatrove_ckpt.preflight.run_plan import RunPlan
 
 FLAG = "--start-over"
-_OTHER_FOLDERS = re.compile(r"\b(another|a) checkpoints_local_dir\b")
 
 
-def start_over(executor: PipelineExecutor, config: str | None, is_short: bool, retries: bool) -> None:
+def start_over(executor: PipelineExecutor, config: str | None, retries: bool) -> None:
     """Renames the run folder, if the run has begun.
 
     Args:
         config: the YAML file, if there is one.
-        is_short: the job is in the short form.
         retries: dead letters are to be retried.
 
     Raises:
@@ -39,17 +37,17 @@ def start_over(executor: PipelineExecutor, config: str | None, is_short: bool, r
         StorageFailed: the folder could not be renamed.
     """
     if retries:
-        raise ConfigError(f"{FLAG}: is given together with --retry-dead-letters, which needs the run that is there.")
+        raise ConfigError(f"{_flag()}: is given together with retry_dead_letters, which needs the run that is there.")
     plan = RunPlan(executor)
     check_steps(plan)
-    folder = folder_to_move(plan, config, is_short)
+    folder = folder_to_move(plan, config)
     if folder is None:
         return
     for root in _begun(plan):
         for retry, number, rank in find_ranks(root):
             if (holder := files.lock_holder(rank / LOCK)) is not None:
                 raise CheckpointLocked(
-                    f"{FLAG}: {files.name_holder(holder)} works on {name_place(retry, number)} in {root}. Stop that "
+                    f"{_flag()}: {files.name_holder(holder)} works on {name_place(retry, number)} in {root}. Stop that "
                     "run, and run the same command again."
                 )
     aside = next(name for number in count(1) if not (name := folder.with_name(f"{folder.name}.{number}")).exists())
@@ -58,16 +56,21 @@ def start_over(executor: PipelineExecutor, config: str | None, is_short: bool, r
     say(f"Moved aside: {folder} -> {aside}")
 
 
-def advice(error: Exception, plan: RunPlan, config: str | None, is_short: bool, how: str) -> str:
-    """For a refusal that tells to choose other folders: how to start over, if that would not be refused."""
-    if isinstance(error, CheckpointMismatch | InputError) and _OTHER_FOLDERS.search(str(error)):
+def advise(error: CkptError, plan: RunPlan, config: str | None) -> None:
+    """Adds to a refusal that tells to choose other folders how to start over, if that would not be refused."""
+    starts = [remedy for remedy in error.remedies if isinstance(remedy, StartOver)]
+    if starts:
         with suppress(CkptError, OSError):
-            if folder_to_move(plan, config, is_short) is not None:
-                return f"\nTo start over, with what is there moved aside: {how}"
-    return ""
+            if folder_to_move(plan, config) is not None:
+                error.add_note(f"To start over, with what is there moved aside: {starts[0].how}")
 
 
-def folder_to_move(plan: RunPlan, config: str | None, is_short: bool) -> Path | None:
+def _flag() -> str:
+    """How this is named at the job's door."""
+    return FLAG if current().words else "start_over"
+
+
+def folder_to_move(plan: RunPlan, config: str | None) -> Path | None:
     """The run folder; None if the run has not begun.
 
     Raises:
@@ -78,12 +81,12 @@ def folder_to_move(plan: RunPlan, config: str | None, is_short: bool) -> Path | 
         raise _refusal(f"{remote[0].resolve_paths('')} is not on this machine, where folders can be renamed.")
     made = [_path(plan.logging_dir), *map(_path, outputs), *(root for _, root in plan.kept)]
     folder = made[0].parent
-    if not is_short or any(path.parent != folder for path in made):
+    if not current().form or any(path.parent != folder for path in made):
         raise _refusal(f"moves a run_folder. Move these away yourself: {', '.join(map(str, dict.fromkeys(made)))}.")
     if not _begun(plan):
         return None
     if folder.is_symlink():
-        raise ConfigError(f"{FLAG}: {folder} is a link to {(real := folder.resolve())}: give {real}.")
+        raise ConfigError(f"{_flag()}: {folder} is a link to {(real := folder.resolve())}: give {real}.")
     inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
     staying = [Path(config or "").absolute(), Path.cwd(), *map(_path, filter(DataFolder.is_local, inputs))]
     if strangers := [path for path in staying if path.is_relative_to(folder)]:
@@ -93,7 +96,7 @@ def folder_to_move(plan: RunPlan, config: str | None, is_short: bool) -> Path | 
 
 def _refusal(why: str) -> ConfigError:
     return ConfigError(
-        f"{FLAG}: {why} Or choose another run_folder (or checkpoints, output and logs) of this job alone."
+        f"{_flag()}: {why} Or choose another run_folder (or checkpoints, output and logs) of this job alone."
     )
 
 

@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
+from datatrove_ckpt.doors import current, written
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
@@ -108,6 +109,8 @@ def build(content: dict[str, Any]) -> Any:
     """
     from datatrove.executor.base import PipelineExecutor
 
+    from datatrove_ckpt.runner import InferenceRunner  # slow to import
+
     for place, value in leaves(content["executor"], "executor"):
         if value == MASK:
             raise ConfigError(
@@ -119,7 +122,11 @@ def build(content: dict[str, Any]) -> Any:
         number = getattr(executor, name, 1)
         if number < 1 and (number != -1 or not default):
             allowed = f"at least 1, or -1 for {default}" if default else "at least 1"
-            raise ConfigError(f"executor {type(executor).__name__}: {name}: must be {allowed}; it is {number}.")
+            place = current().form or f"executor {type(executor).__name__}"
+            raise ConfigError(f"{place}: {name}: must be {allowed}; it is {number}.")
+    for index, step in enumerate(executor.pipeline):
+        if isinstance(step, InferenceRunner):
+            step.door = dataclasses.replace(step.door, runner=index)
     return executor
 
 
@@ -146,7 +153,9 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     if not isinstance(found, type) or not fits(found, kinds):
         wanted = in_words(kinds) if isinstance(found, type) else "a class"
         raise ConfigError(f"{place}: class_path: {show(node['class_path'])} is not {wanted}.")
-    label = f"{place} {found.__name__}" if place == "executor" or place.endswith("]") else place
+    label = place
+    if place == "executor" or place.endswith("]"):
+        label = current().form or f"{place} {found.__name__}"
     return construct(found, node.get("init_args"), label)
 
 
@@ -186,7 +195,7 @@ def _check_paths(label: str, arguments: dict[str, Any]) -> None:
     """Refuses variables in paths that datatrove opens: it would make a folder of that name."""
     for key, value in arguments.items():
         if isinstance(value, str) and key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED:
-            refuse_variables(f"{label}: {key}", value)
+            refuse_variables(f"{label}: {written(key)}", value)
 
 
 def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> str:
@@ -218,7 +227,7 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
         return as_one_of(kinds, value)
     shown = HIDDEN if may_name_secret(key) else show(value)
     hint = _did_you_mean(value, choices_of(kinds)) or "."
-    raise ConfigError(f"{label}: {key}: {shown} is not {in_words(kinds)}{hint}")
+    raise ConfigError(f"{label}: {written(key)}: {shown} is not {in_words(kinds)}{hint}")
 
 
 def as_one_of(kinds: list[Any], value: Any) -> Any:
@@ -306,7 +315,11 @@ def import_name(path: Any, place: str, what: str = "class") -> Any:
 
 def _inside(label: str, key: str) -> str:
     """The path of an argument for messages; pipeline steps are pipeline[0], pipeline[1], ..."""
-    return key if re.fullmatch(r"executor \w+", label) and key.startswith("pipeline[") else f"{label}.{key}"
+    if key.startswith("pipeline["):
+        return key
+    if label == current().form and key in ("config", "rollout_fn", "output_writer"):
+        return label
+    return f"{label}.{key}"
 
 
 def _homes() -> dict[str, str]:

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl
 
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.ways import USUAL_WAYS, WayTo
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 
@@ -161,7 +162,7 @@ class InferenceConfig:
         if self.server_type not in ENGINES:
             raise ConfigError(f"server_type: {self.server_type!r} is not one of {', '.join(ENGINES)}.")
         if not self.model_name_or_path:
-            raise ConfigError("model_name_or_path: is empty; set it to the model's name or path.")
+            raise ConfigError(f"{written.model_name_or_path}: is empty; set it to the model's name or path.")
         self.engine.check(self)
         for url in map(Key, self.endpoint_urls):
             _check_url(url)
@@ -224,7 +225,8 @@ class InferenceConfig:
             tokens = self.default_generation_params.get(name)
             if self.server_type != "endpoint" and tokens is not None and tokens >= self.model_max_context:
                 raise ConfigError(
-                    f"default_generation_params.{name}: {tokens} tokens leave no room for a prompt: model_max_context, "
+                    f"{written(f'default_generation_params.{name}')}: {tokens} tokens leave no room for a prompt: "
+                    "model_max_context, "
                     f"prompt and answer together, is {self.model_max_context}."
                 )
 
@@ -343,13 +345,14 @@ def _check_url(url: Key) -> None:
     # A variable is checked where the task runs.
     if not (url.reveal().startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url.reveal())):
         raise ConfigError(
-            "endpoint_url: must start with http:// or https://, or with ${NAME}, an environment variable that does."
+            f"{written.endpoint_url}: must start with http:// or https://, or with ${{NAME}}, an environment "
+            "variable that does."
         )
     if any(char.isspace() for char in url.reveal()):
-        raise ConfigError("endpoint_url: contains a space or a line break. Remove it, or write %20.")
+        raise ConfigError(f"{written.endpoint_url}: contains a space or a line break. Remove it, or write %20.")
     if "@" in url.reveal():
         raise ConfigError(
-            "endpoint_url: contains a user or a password, which would be written to files; use api_key_env."
+            f"{written.endpoint_url}: contains a user or a password, which would be written to files; use api_key_env."
         )
     # Of a part without "=", the name may be the secret.
     unhidden = [
@@ -359,7 +362,8 @@ def _check_url(url: Key) -> None:
     ]
     if unhidden:
         raise ConfigError(
-            f"endpoint_url: the value{unhidden[0]} in its query would be written to files. Export it as an environment "
+            f"{written.endpoint_url}: the value{unhidden[0]} in its query would be written to files. Export it as "
+            "an environment "
             "variable, and write ${VARIABLE} in its place."
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.redaction import VARIABLE, refuse_tilde
 
@@ -25,14 +26,15 @@ def expand_path(setting: str, path: str) -> Path:
         name = match[1] or match[2]
         if name not in os.environ:
             raise ConfigError(
-                f"{setting}: {path!r}: the environment variable {name} is not set here ({socket.gethostname()}). "
+                f"{written(setting)}: {path!r}: the environment variable {name} is not set here "
+                f"({socket.gethostname()}). "
                 "Export it where the tasks run, or write the path out."
             )
     try:
         found = Path(os.path.expandvars(path)).expanduser().absolute()
     except RuntimeError:
-        raise ConfigError(f"{setting}: {path!r}: there is no such home folder. Write the path out.") from None
-    refuse_tilde(setting, path, found)
+        raise ConfigError(f"{written(setting)}: {path!r}: there is no such home folder. Write the path out.") from None
+    refuse_tilde(written(setting), path, found)
     return found
 
 

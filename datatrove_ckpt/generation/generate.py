@@ -21,6 +21,7 @@ from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged, refuse_unsendable, warn_of_unknown
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -225,7 +226,7 @@ class Requests:
     def _refused(self, wrong: str) -> Asked[NoReturn]:
         if self._answers.have_ended:
             return wait_until_cancelled()
-        error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
+        error = ConfigError(f"{written.rollout_fn}: {wrong}{called_at()}.")
         self._answers.fail(error)
         raise error
 
@@ -359,8 +360,8 @@ class Requests:
         error = ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for servers that never give "
             f"one. So answers without one may be cut off. This attempt has taken {believed} of them as complete, and "
-            "earlier ones may have taken more. Remove the setting, and use another checkpoints_local_dir and output "
-            "folder, so that everything is asked again. (Or continue here with accept_changes: then look for null "
+            f"earlier ones may have taken more. Remove the setting, and use another {written.folders}, so that "
+            "everything is asked again. (Or continue here with accept_changes: then look for null "
             "among the finish_reasons of documents that are finished already, because those stay as they are.)"
         )
         return self._stopped(error)
@@ -383,7 +384,7 @@ class Requests:
                 f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before with {before}"
                 f"{first}, for the same params. So its servers have, or had, different models. This answer is not "
                 "kept; when all servers have the model of the first one, run the same command again. If that is the "
-                "wrong one, start over (run --start-over)."
+                f"wrong one, start over with another {written.folders}."
             )
             raise self._stopped(error)
 

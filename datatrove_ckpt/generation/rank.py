@@ -27,6 +27,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.doors import use
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
@@ -72,6 +73,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     """See ``InferenceRunner.run``."""
     # Without a checkpoint a drain would save nothing: the next run starts over.
     seconds = step.drain_seconds if step.checkpoints_local_dir is not None else 0.0
+    use(step.door)
     models = step.models.values()
     requests, servers = step.requests_and_servers()
     if rank_of_many() is not None:  # the servers and their connections are shared: the executor has counted them
@@ -219,9 +221,9 @@ class _Run:
         step, preemption, dead = self.step, self.preemption, checkpoint.resumed.finished.dead
         kept = step.checkpoints_local_dir is not None
         taken = TakenLetters(step.checkpoints_root, rank) if kept else None
-        corrected = correction(step.rollout_fn, step.how_to_accept) if kept and not step.accept_changes else ""
+        corrected = correction(step.rollout_fn) if kept and not step.accept_changes else []
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
-        failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
+        failures = Failures(*settings, kept, taken, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
         models = RankModels([*step.models.values()], rank, keeps=True)
         servers = shared_servers()
@@ -436,8 +438,9 @@ def naming_mirror(step: Step) -> Iterator[None]:
         if found is None or not found.files:
             raise
         raise CheckpointCorrupt(
-            f"{error} The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
-            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again."
+            *error.args,
+            f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
+            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again.",
         ) from error
 
 

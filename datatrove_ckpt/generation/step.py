@@ -21,6 +21,7 @@ from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.doors import Door, current, written
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.raised_errors import called_at
@@ -80,7 +81,7 @@ class Step(PipelineStep):
     preemption_notice: Setting | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
-    how_to_accept: str = field(default="pass accept_changes=True to InferenceRunner", init=False)
+    door: Door = field(default=Door(), init=False)
 
     named_models = Veiled()  # of a ``config`` with names; else there is none
     _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
@@ -88,6 +89,7 @@ class Step(PipelineStep):
     def __post_init__(self) -> None:
         super().__init__()
         safe_log()
+        self.door = current()
         names = isinstance(self.config, Mapping) and "server_type" not in self.config
         if not names and not hasattr(self.config, "server_type"):
             kind = type(self.config).__name__
@@ -130,7 +132,7 @@ class Step(PipelineStep):
         local, remote = self.checkpoints_local_dir, self.checkpoints_remote_dir
         if local is not None:
             if get_protocol(local) not in ("file", "local"):
-                raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
+                raise ConfigError(f"{written.checkpoints_local_dir}: {local!r} must be a local directory.")
             check_output_folder(self.output_writer, local)
             if self.answers_from is not None and Path(self.answers_from).absolute() == Path(local).absolute():
                 raise ConfigError("answers_from: is checkpoints_local_dir. Name the checkpoints of another run.")
@@ -177,8 +179,8 @@ class Step(PipelineStep):
 
     def identity(self, world_size: int) -> RunIdentity:
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
-        chunk, key, accept = self.records_per_chunk, self.metadata_key, self.how_to_accept
-        return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size, accept)
+        chunk, key = self.records_per_chunk, self.metadata_key
+        return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -189,7 +191,8 @@ class Step(PipelineStep):
         made = self._code_when_made.made
         if made is not None and made.left and self.checkpoints_local_dir is not None:
             logger.warning(
-                f"rollout_fn: a resume does not notice when these change: {'; '.join(made.left)}. They differ at each "
+                f"{written.rollout_fn}: a resume does not notice when these change: {'; '.join(made.left)}. They "
+                "differ at each "
                 "start or machine, or cannot be known."
             )
 
@@ -264,7 +267,8 @@ def _refuse_secrets(state: dict[str, Any]) -> None:
         return
     if places:
         raise ConfigError(
-            f"rollout_fn, shared_context or config: what is pickled with the job holds what looks like a secret: "
+            f"{written.rollout_fn}, shared_context or config: what is pickled with the job holds what looks like a "
+            "secret: "
             f"{', '.join(places)}. It would be in a file that others may read, so nothing was written. Leave it out, "
             "and let the rollout read it where the task runs, from an environment variable, for example."
         )

@@ -35,12 +35,13 @@ from posixpath import dirname
 
 from datatrove.io import DataFolder, get_datafolder
 
-from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, repair_command
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.identity import RunIdentity, comparable, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks, recorded_output, removed_ranks
 from datatrove_ckpt.checkpoint.layout import HOME, JOB, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, JobSums, RankLedger, Want, name_place, read_rank, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.doors import repair_command
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.output.arrow_types import Misfit, Schema, misfits, read_schema

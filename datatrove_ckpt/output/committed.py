@@ -37,12 +37,13 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command, stamp_of
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, stamp_of
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.job import recorded_output
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
+from datatrove_ckpt.doors import Repair, written
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
@@ -286,12 +287,13 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
     return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
 
 
-OTHER_JOB = (
-    "Stop one of the jobs, and start it anew with another output_folder or output_filename, and with a "
-    "checkpoints_local_dir and logging_dir of its own. The other one goes on with the same command, once files that "
-    "are not its own are deleted from the folder."
-)
-"""What to do about another job that writes to the same folder."""
+def other_job() -> str:
+    """What to do about another job that writes to the same folder."""
+    return (
+        f"Stop one of the jobs, and start it anew with {written.own_folders}. The other one goes on with the same "
+        "command, "
+        "once files that are not its own are deleted from the folder."
+    )
 
 
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
@@ -300,7 +302,7 @@ def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     return OutputMismatch(
         f"{where}: {_some(list(names[:_SHOWN]), len(names))} {is_are} there with other content, which this rank has "
         "not published. Nothing was overwritten. Probably another job writes to the same folder with the same "
-        f"output_filename. {OTHER_JOB} If there is no other job (a file was copied there, or the checkpoint is older "
+        f"output_filename. {other_job()} If there is no other job (a file was copied there, or the checkpoint is older "
         f"than the output), move {it} out of the folder, and run the same command again."
     )
 
@@ -314,7 +316,6 @@ def stray_advice(number: int) -> str:
     )
 
 
-_MOVED = "The folder is empty: was it moved? Set output_folder to its new place, or move it back. "
 _SHOWN = 3
 _TO_DELETE = 20
 
@@ -467,8 +468,7 @@ class OutputCheck:
                 raise OutputMismatch(
                     f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
                     f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
-                    "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
-                    "logging_dir, and start again."
+                    f"begins with ${{rank}}/${{chunk_index}}/, and another {written.folders}, and start again."
                 )
         return committed
 
@@ -533,9 +533,10 @@ class OutputCheck:
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong[:_SHOWN]]
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
-            f"{_some(shown, len(wrong))}. {'' if found.sizes else _MOVED}Put them back, or have them made "
-            f"again: {self._repair(found)}, then run the same command again{_retry_note(wrong)}. Files that nobody "
-            f"touched were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
+            f"{_some(shown, len(wrong))}. {_was_moved(found)}Put them back, or have them made again: ",
+            self._repair(found, wrong),
+            ". Files that nobody touched were not read: "
+            f"datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that.",
         )
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
@@ -544,8 +545,9 @@ class OutputCheck:
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
                 f"{self.where} lacks output files that were committed, such as {one.path} ({one.place}). They were "
-                f"written to {recorded}, and that folder still exists. Nothing was changed. Set output_folder back to "
-                "it; or copy all its files to the new folder, and run the same command again."
+                f"written to {recorded}, and that folder still exists. Nothing was changed. Set "
+                f"{written.output_folder} "
+                "back to it; or copy all its files to the new folder, and run the same command again."
             )
 
     def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
@@ -564,7 +566,8 @@ class OutputCheck:
                 f"named for rank {commits.rank} ({_some(names[:_SHOWN], len(names))}), but "
                 f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows none of them. Another "
                 "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was deleted), and they would "
-                "be overwritten, or stand beside the new ones. Choose another output_folder, bring the checkpoint "
+                f"be overwritten, or stand beside the new ones. Choose another {written.output_folder}, bring the "
+                "checkpoint "
                 "back, or delete these files to have everything made again. To continue a run of datatrove's own, "
                 "choose other folders, and set finished_from to the old ones."
             )
@@ -652,16 +655,22 @@ class OutputCheck:
         (root, _), chunk_index = rank_and_chunk(match)
         return (root, chunk_index) in commits.unfinished
 
-    def _repair(self, found: FoundFiles) -> str:
-        """The command that has lost files made again."""
+    def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> Repair:
+        """What has lost files made again."""
+        retry = ""
+        if all(file.root for file in wrong):
+            retry = "now"
+        elif any(file.root for file in wrong):
+            retry = "later"
         # The folder may be gone, and then repair wants it named.
-        return repair_command(self.root, logging_dir=self._logging_dir, output=None if found.sizes else self.where)
+        output = None if found.sizes else self.where
+        return Repair(str(self.root), self._logging_dir, output, retry)
 
 
-def _retry_note(wrong: list[CommittedFile]) -> str:
-    if all(one.root for one in wrong):
-        return ", with --retry-dead-letters"
-    return ", and with --retry-dead-letters when it is done" if any(one.root for one in wrong) else ""
+def _was_moved(found: FoundFiles) -> str:
+    if found.sizes:
+        return ""
+    return f"The folder is empty: was it moved? Set {written.output_folder} to its new place, or move it back. "
 
 
 def _some(names: list[str], number: int) -> str:

@@ -25,6 +25,7 @@ from loguru import logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import stamp_of
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
@@ -172,7 +173,7 @@ class HubFolder:
                 f"access to {self.repo}, of somebody who may write there."
             )
         if status == 404 or isinstance(error, FileNotFoundError):
-            return "Make the repository and the branch, or correct output_folder."
+            return f"Make the repository and the branch, or correct {written.output_folder}."
         if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
             return "Install the extra hub."
         return "Check the network, HF_ENDPOINT and https://status.huggingface.co."
@@ -378,9 +379,11 @@ def repository_is_gone(folder: HubFolder, committed: int) -> str:
 def _gone(folder: HubFolder, what: str, committed: int) -> str:
     return (
         f"{folder.url}: {what}, but this job has committed {plural(committed, 'file')} there. It was deleted or "
-        "renamed, or the token is another one. Restore it or rename it back, or set output_folder to its new name and "
-        "accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If the files are lost, "
-        "start anew with another checkpoints_local_dir and logging_dir: everything is generated again."
+        f"renamed, or the token is another one. Restore it or rename it back, or set {written.output_folder} to "
+        "its new "
+        "name and accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If the files "
+        "are lost, "
+        f"start anew with another {written.folders}: everything is generated again."
     )
 
 

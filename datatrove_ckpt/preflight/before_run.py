@@ -34,6 +34,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
+from datatrove_ckpt.doors import StartOver, step_place, use, written
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
@@ -177,11 +178,14 @@ def _check_tasks(plan: RunPlan) -> None:
         raise CheckpointMismatch(
             f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run as complete:\n"
             f"  tasks: {tasks} -> {plan.tasks}\n"
-            "Go on with the old number of tasks, or choose another logging_dir (and output) for the new one."
+            "Go on with the old number of tasks, or choose ",
+            StartOver(),
+            " for the new one.",
         )
 
 
 def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
+    use(runner.step.door)
     refuse_resharded(root)
     skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
@@ -241,7 +245,7 @@ def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, ski
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "
             "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
             "back; if they are on another machine, run this command there. If the markers are of another job, "
-            "choose another logging_dir. To process these tasks from the start, delete their markers "
+            f"choose another {written.logging_dir}. To process these tasks from the start, delete their markers "
             f"({markers}/{missing[0]:05d} ...) and output files."
         )
     wrong = {rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty}
@@ -261,15 +265,15 @@ def _refuse_changes(
             logger.warning(finished)
         return
     tasks = min([tasks, *(change.old for change in found.changes if change.field == "tasks" and change.old)])
-    way_out = way_back(found.changes, runner.identity, may_mix)
+    way_out = way_back(found.changes, may_mix)
     if len(skipped) >= tasks:
-        way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
+        way_out = ["All tasks are finished, so the new settings would change no output any more. ", *way_out]
         letters = [rank_folder(folder, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):
-            way_out += " For the dead letters alone, --retry-dead-letters takes the new settings."
+            way_out.append(" For the dead letters alone, --retry-dead-letters takes the new settings.")
     elif finished:
-        way_out = f"{finished} {way_out}"
-    raise refusal(f"The checkpoints in {root} ({name_tasks(found.ranks)}) were", found.changes, way_out)
+        way_out = [f"{finished} ", *way_out]
+    raise refusal(f"The checkpoints in {root} ({name_tasks(found.ranks)}) were", found.changes, *way_out)
 
 
 def check_before_run(executor: PipelineExecutor) -> None:
@@ -354,7 +358,8 @@ def _check_folders(plan: RunPlan) -> None:
         place = existing_part(Path(folder).absolute())
         if not place.is_dir():
             raise ConfigError(
-                f"{setting}: {str(folder)!r} cannot be a folder, because {place} is a file. Choose another folder."
+                f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a file. Choose "
+                "another folder."
             )
     for _, root in plan.kept:
         inside = (place for place in root.parents if place.name in ("output", "checkpoints", "logs"))
@@ -385,9 +390,9 @@ def _check_inputs(plan: RunPlan) -> None:
             if plan.is_local and plan.incomplete():
                 check_reachable(folder)
             elif plan.name == "JobsPipelineExecutor" and hasattr(step, "glob_pattern") and plan.incomplete():
-                check_listed(f"pipeline[{index}] {type(step).__name__}: data_folder", step)
+                check_listed(f"{step_place(index, step)}: {written.data_folder}", step)
             continue
-        place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
+        place = f'{step_place(index, step)}: {written.data_folder}: "{folder.path}"'
         if not folder.isdir(""):
             raise ConfigError(f"{place} is not a folder.")
         if not hasattr(step, "glob_pattern"):  # it reads the media that documents name
@@ -426,7 +431,7 @@ def _check_launch(plan: RunPlan) -> None:
                 check_servers(config)
             check_monitoring(runner.step.monitoring)
         except (ConfigError, ServerStartFailed) as error:
-            raise ConfigError(f"pipeline[{runner.index}] InferenceRunner: {error}") from error
+            raise ConfigError(f"{step_place(runner.index, runner.step)}: {error}") from error
 
 
 def _check_hub(plan: RunPlan) -> None:

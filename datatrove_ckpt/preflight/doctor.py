@@ -18,6 +18,7 @@ from datatrove.pipeline.readers.base import BaseReader
 
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.formatting import duration, error_text, plural
 from datatrove_ckpt.generation.export.exporter import check_monitoring
@@ -76,7 +77,7 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
     look = Look(plan := RunPlan(executor))
     yield from about("pipeline", _check_steps(executor, plan))
-    yield from about("logging_dir", check_remote(plan.logging_dir))
+    yield from about(written.logging_dir, check_remote(plan.logging_dir))
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
@@ -236,7 +237,7 @@ _PATIENCE_SECONDS = 10.0
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
     """Asks each endpoint for its models, with the run's key."""
     try:
-        answers = within(REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), "endpoint_url")
+        answers = within(REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url)
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
@@ -248,18 +249,21 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
         text = f"{answer.url}: {answer.cause}. Check api_key_env, and that the key may use this model."
         return Finding("problem", "endpoint", text)
     if answer.cause:
-        text = f"{answer.url}: {answer.cause}. Start the server, or correct endpoint_url."
+        text = f"{answer.url}: {answer.cause}. Start the server, or correct {written.endpoint_url}."
         return Finding(silent, "endpoint", text)
     if answer.models is None:
         text = (
             f"{answer.url} answers, and does not list its models. Some gateways have no such list: then all is well. "
-            "Otherwise correct endpoint_url."
+            f"Otherwise correct {written.endpoint_url}."
         )
         return Finding("warning", "endpoint", text)
     if model in answer.models:
         return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
     listed = ", ".join(answer.models[:_SHOWN_MODELS]) + (", ..." if len(answer.models) > _SHOWN_MODELS else "")
-    text = f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct model_name_or_path."
+    text = (
+        f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct "
+        f"{written.model_name_or_path}."
+    )
     return Finding("problem", "endpoint", text)
 
 

@@ -17,6 +17,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.doors import StartOver, written
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.generation.as_read import as_read
@@ -124,7 +125,7 @@ def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
     """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
     folder = reader.data_folder
     if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
-        raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct data_folder.")
+        raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct {written.data_folder}.")
     inputs = list_input(reader)
     names = list(inputs.names)
     measured = range(min(len(names), _MEASURED_FILES) if reader.paths_file else len(names))
@@ -167,7 +168,7 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     text = ""
     with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
         text = explain(reader, names[0]) if names else ""
-    return f"{names[0]!r}: {text}" if text else "Check data_folder, glob_pattern and text_key."
+    return f"{names[0]!r}: {text}" if text else f"Check {written.input} and text_key."
 
 
 # How the work is divided ----------------------------------------------------------------------------------------------
@@ -252,9 +253,6 @@ def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
-_AS_ANOTHER_RUN = (
-    "process the new one as another run: with a checkpoints_local_dir, an output_folder and a logging_dir of its own."
-)
 
 
 def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
@@ -337,7 +335,9 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
         raise CheckpointMismatch(
             f"The steps before InferenceRunner are not those through which {_who(ranks)} read the input:\n  {lines}\n"
             "A finished rank is not run again, so its output would stay that of the old steps. Put the steps back, or "
-            f"{_AS_ANOTHER_RUN}"
+            "process the new input as another run: with ",
+            StartOver(),
+            ".",
         )
 
 
@@ -386,9 +386,12 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
         ]
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
-            + "\n".join(lines or ["  the files are dealt out to the ranks in another order"])
-            + "\nA finished rank is not run again, so its output would stay that of the old input. Put the input back, "
-            + f"or {_AS_ANOTHER_RUN}"
+            + "\n".join(lines or ["  the files are dealt out to the ranks in another order"]),
+            "\nA finished rank is not run again, so its output would stay that of the old input. Put the input "
+            "back, or "
+            "process the new one as another run: with ",
+            StartOver(),
+            ".",
         )
     touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:

@@ -26,6 +26,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
+from datatrove_ckpt.doors import StartOver
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import State, in_pipeline
@@ -43,10 +44,10 @@ _Entries: TypeAlias = list[tuple[str, int]]
 """Files by name and size in bytes."""
 
 
-def remedy(verb: str = "Restore it") -> str:
+def remedy(verb: str = "Restore it") -> StartOver | str:
     """What to do about an input that a position does not fit. A pipeline has folders, a training loop has a state."""
-    folders = ": with another checkpoints_local_dir, output_folder and logging_dir"
-    return f"{verb}, or start from the beginning{folders if in_pipeline() else ', without the saved state'}."
+    start = f"{verb}, or start from the beginning"
+    return StartOver(f"{start}: with ", ".") if in_pipeline() else f"{start}, without the saved state."
 
 
 class Inputs:
@@ -175,7 +176,7 @@ class Inputs:
                 f"{sum(size for _, size in entries)} bytes"
             )
         advice = remedy("Take what is new out" if " new" in changes else "Restore it")
-        raise CheckpointMismatch(f"The input has changed: {changes}. {advice}")
+        raise CheckpointMismatch(f"The input has changed: {changes}. ", advice)
 
     def known_size(self, index: int) -> int:
         """The size of a file that existed when the state was made.
@@ -186,7 +187,7 @@ class Inputs:
         try:
             return self.size(index)
         except FileNotFoundError as error:
-            raise CheckpointMismatch(f"The input file {self.names[index]!r} is gone. {remedy()}") from error
+            raise CheckpointMismatch(f"The input file {self.names[index]!r} is gone. ", remedy()) from error
 
     def check_before(self, state: State) -> Digest:
         """Checks that the files before the state's current one are the same, and returns their digest.
@@ -202,7 +203,7 @@ class Inputs:
                 return digest
         changes = _describe_changes(self, before, current)
         advice = remedy("Take it out" if " is new, " in changes else "Restore it")
-        raise CheckpointMismatch(f"The input has changed: {changes}. {advice}")
+        raise CheckpointMismatch(f"The input has changed: {changes}. ", advice)
 
 
 class Digest:

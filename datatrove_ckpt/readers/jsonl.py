@@ -254,12 +254,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         if xxh3_64_intdigest(line, xxh3_64_intdigest(head) if with_head else 0) & PLAIN_INTEGER != line_hash:
             raise CheckpointMismatch(
                 f"The input file {name!r} has changed before byte {offset}{'' if is_plain else ' of its content'}, the "
-                f"saved position. {remedy()}"
+                f"saved position. ",
+                remedy(),
             )
         if following not in ((b"", b"\n", b"\r") if is_plain else (b"",)):
             raise CheckpointMismatch(
                 f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
-                f"and has grown. {remedy()}"
+                f"and has grown. ",
+                remedy(),
             )
         return bool(with_head)
 
@@ -305,7 +307,7 @@ def _opens_array(line: bytes) -> bool:
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
     data = file.read(count) if count else b""
     if len(data) < count:
-        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. {remedy()}")
+        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. ", remedy())
     return data
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from datatrove.data import Document
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import FIELDS, Generate, Payload
 from datatrove_ckpt.rollouts.prompt import filled_text
@@ -36,7 +37,7 @@ class _NoText(WholeText):
 
     def _fit(self, config: InferenceConfig) -> None:
         if lacks := config.engine.lacks(self._way):
-            raise ConfigError(f"rollout_fn: {lacks}.")
+            raise ConfigError(f"{written.rollout_fn}: {lacks}.")
         super()._fit(config)
 
 

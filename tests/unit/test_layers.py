@@ -19,28 +19,29 @@ PACKAGE = Path(datatrove_ckpt.__file__).parent
 # Lowest first: a room may import what stands above it, and of that only what its row names.
 ROOMS = {
     "formatting": "",
-    "errors": "formatting",
+    "doors": "",
+    "errors": "doors formatting",
     "redaction": "errors formatting",
-    "retrying": "errors formatting redaction",
-    "config": "errors redaction",
+    "retrying": "doors errors formatting redaction",
+    "config": "doors errors redaction",
     "process": "errors formatting redaction",
-    "rollouts": "errors formatting retrying config process",
-    "checkpoint": "errors formatting redaction process",
+    "rollouts": "doors errors formatting retrying config process",
+    "checkpoint": "doors errors formatting redaction process",
     "mirror": "errors formatting redaction retrying process checkpoint",
-    "inference.client": "errors redaction retrying config process",
+    "inference.client": "doors errors redaction retrying config process",
     "inference.servers": "errors redaction retrying config process inference.client",
-    "output": "errors formatting redaction retrying checkpoint",
-    "readers": "errors redaction retrying checkpoint",
+    "output": "doors errors formatting redaction retrying checkpoint",
+    "readers": "doors errors redaction retrying checkpoint",
     "torch": "errors formatting retrying process checkpoint mirror readers",
-    "generation": "errors formatting redaction config rollouts process checkpoint mirror"
+    "generation": "doors errors formatting redaction config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "redaction process generation",
-    "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
-    "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
+    "maintenance": "doors errors formatting redaction retrying config checkpoint mirror output",
+    "preflight": "doors errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
     "executor": "errors formatting process checkpoint inference.servers generation runner preflight",
     "jobs_executor": "errors formatting redaction retrying config process checkpoint mirror runner preflight executor",
-    "cli": "errors formatting redaction retrying config process checkpoint maintenance preflight executor"
+    "cli": "doors errors formatting redaction retrying config process checkpoint maintenance preflight runner executor"
     " jobs_executor",
     "testing": "checkpoint mirror",
 }

@@ -57,6 +57,7 @@ from loguru import logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -313,7 +314,9 @@ class ModelServers:
         key = Key.wrap(api_key)
         for url in endpoints:
             if key is not None and url.has_credentials:
-                raise ConfigError(f"endpoint_url: {url} contains credentials, and an API key is set, too. Remove one.")
+                raise ConfigError(
+                    f"{written.endpoint_url}: {url} contains credentials, and an API key is set, too. Remove one."
+                )
         for url in endpoints:
             self.mark_up(self.add(), url, key)
 
@@ -527,7 +530,8 @@ class CompletionClient:
             raise ServerRefused(
                 f"{transport.url} has sent an answer without a request {transport.unasked} times. So it, or a "
                 "gateway before it, sends answers late, and a late answer may be taken for that to the next request. "
-                "Let the requests bypass the gateway (endpoint_url), or raise its timeout, and run the same command "
+                f"Let the requests bypass the gateway ({written.endpoint_url}), or raise its timeout, and run the "
+                "same command "
                 "again."
             )
         attempt = target.start_attempt(request)

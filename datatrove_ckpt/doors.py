@@ -72,10 +72,6 @@ class Door:
             short = short.removeprefix(outer)
         return _SHORT.get(short, short)
 
-    def without(self, flag: str) -> Door:
-        """The same command without a flag that has no value."""
-        return replace(self, words=tuple(word for word in self.words if word != flag))
-
     def without_setting(self, setting: str) -> Door:
         """The same command without a setting and its value: ``--tasks=2``, ``--executor.tasks 2``."""
         kept: list[str] = []
@@ -203,19 +199,17 @@ class Repair(Remedy):
     retry: str = ""
 
     def __str__(self) -> str:
-        retry = "--retry-dead-letters"
-        later = f", and with {retry} when it is done" if self.retry == "later" else ""
-        if self.door.words and "--repair" not in self.door.words:
-            command = f"{self.door.without(retry).command} --repair"
-            return f"{command} {retry}" if self.retry == "now" else f"{command}{later}"
-        command = repair_command(self.what, logging_dir=self.logging_dir, output=self.output)
-        again = f", with {retry}" if self.retry == "now" else later
-        return f"{command}, then run the same command again{again}"
+        again = ", then run the same command again"
+        if self.retry == "now":
+            again += ", with --retry-dead-letters"
+        elif self.retry == "later":
+            again += ", and with --retry-dead-letters when it is done"
+        return f"{repair_command(self.what, logging_dir=self.logging_dir, output=self.output)}{again}"
 
 
 @dataclass(frozen=True)
 class StartOver(Remedy):
-    """Start from the beginning in other folders. A door that can move the old ones away says how, too.
+    """Start from the beginning in other folders. Of a run folder, its door says how to move it aside, too.
 
     Attributes:
         before, after: the rest of the sentence.
@@ -226,11 +220,6 @@ class StartOver(Remedy):
 
     def __str__(self) -> str:
         return f"{self.before}another {self.door.name('folders')}{self.after}"
-
-    @property
-    def how(self) -> str:
-        """How to move the old folders away."""
-        return f"{self.door.command} --start-over" if self.door.words else f"pass start_over=True to {self.door.form}."
 
 
 def repair_command(*what: str, logging_dir: str | None = None, output: str | None = None) -> str:

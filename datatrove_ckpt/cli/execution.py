@@ -31,8 +31,8 @@ from datatrove_ckpt.checkpoint.lines import too_large
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.cli.verify_repair import repair_before_run
-from datatrove_ckpt.doors import Setting, StartOver, current, written
+from datatrove_ckpt.cli.what_helps import advise
+from datatrove_ckpt.doors import StartOver, current, written
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CkptError,
@@ -75,7 +75,7 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
-            _advise(error, plan, arguments.config)
+            advise(error, plan)
             return fail(error, 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
@@ -106,8 +106,6 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                     "--fail-on-dead-letters: this command submits the job, and ends before its tasks do. Leave the "
                     "flag out; `datatrove-ckpt status` counts the dead letters."
                 )
-            if arguments.repair and not repair_before_run(plan):
-                return fail(CkptError("Nothing was changed, and nothing was started."), 1)
             if arguments.retry_dead_letters:
                 _retry_dead_letters(plan)
             # Complete ranks have dead letters, too.
@@ -139,7 +137,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
         if own is None:
             raise
-        _advise(own, plan, arguments.config)
+        advise(own, plan)
         return fail(own, exit_code(own, arguments.rank))
     finally:
         say_errors_later(False)
@@ -180,19 +178,6 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     # Of the rank that ran: a checkpoint on a volume has those of the others, too.
     committed = ([one for one in job.committed if arguments.rank in (None, one[0])] for job in checked.jobs.values())
     return sum(sum_delivered(counts).dead for counts in committed)
-
-
-def _advise(error: Exception, plan: RunPlan, config: str | None) -> None:
-    """Adds the whole commands to type to an error that says what helps."""
-    from datatrove_ckpt.cli import start_over  # maintenance, which a run does not need
-
-    if not isinstance(error, CkptError):
-        return
-    settings = [remedy for remedy in error.remedies if isinstance(remedy, Setting)]
-    commands = [setting.command for setting in reversed(settings)]  # what helps first stands last
-    for number, command in enumerate(filter(None, commands)):
-        error.add_note(f"{'or' if number else 'The whole command'}: {command}")
-    start_over.advise(error, plan, config)
 
 
 def _interrupted(interruption: Interruption) -> int:

@@ -251,11 +251,9 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
         "process the dead letters of a finished run, into output files of their own, instead of the input",
     ),
     _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
-    _flag("--start-over", "rename the run folder (runs/x to runs/x.1), and begin anew; not needed to resume"),
     _argument("N", "run this one of the tasks, from 0, as a pod of Kubernetes does", "--rank", type=_RANK),
     _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
-    _flag("--repair", "first do what repair would do; it is printed, and on a terminal you are asked"),
     listed="run the pipeline of a YAML file; run it again to resume",
 )
 def run() -> None:

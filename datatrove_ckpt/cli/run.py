@@ -16,7 +16,6 @@ from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.short_form import Node, make_executor, read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.config.paths import is_script, start_command
-from datatrove_ckpt.doors import current, use
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 
@@ -48,12 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         from datatrove_ckpt.cli.show import sample
 
         return sample(executor, arguments.sample)
-    if arguments.start_over and not arguments.dry_run:
-        from datatrove_ckpt.cli.start_over import FLAG, start_over
-
-        start_over(executor, arguments.config, arguments.retry_dead_letters)
-        use(current().without(FLAG))
-        content, executor = _build(arguments)  # tasks may have been those of the run before
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
@@ -69,8 +62,6 @@ def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
     executor = build(content)
     if rank is None:
         return content, executor
-    if arguments.start_over:
-        raise ConfigError("--start-over: moves the work of all ranks. Give it without --rank, while no rank runs.")
     from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
 
     refuse_other_kinds(executor, "--rank")

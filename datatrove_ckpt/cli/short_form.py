@@ -276,13 +276,9 @@ def run(
     rollout: Callable[..., Awaitable[object]] | None = None,
     model: str | None = None,
     endpoint: str | list[str] | None = None,
-    start_over: bool = False,
     **settings: object,
 ) -> Path | str:
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any others, by name.
-
-    Args:
-        start_over: rename what the run has made (``runs/x`` to ``runs/x.1``), and begin anew.
 
     Returns:
         The folder of the output; of a ``run_folder`` that is a URL, a URL.
@@ -297,23 +293,20 @@ def run(
     content |= {"model": model, "endpoint": endpoint, **settings}
     content = {name: value for name, value in content.items() if value is not None}
     with entered(Door(form="run()")):
-        _run(content, start_over)
+        _run(content)
     is_url = "://" in str(run_folder)
     return f"{str(run_folder).rstrip('/')}/output" if is_url else Path(run_folder, "output").expanduser()
 
 
-def _run(content: Node, start_over: bool) -> None:
-    from datatrove_ckpt.cli import start_over as moves  # slow to import
+def _run(content: Node) -> None:
+    from datatrove_ckpt.cli.what_helps import advise  # slow to import
     from datatrove_ckpt.preflight.run_plan import RunPlan
 
     executor = build(expand(content, "run()"))
     try:
-        if start_over:
-            moves.start_over(executor, None, bool(content.get("retry_dead_letters")))
-            executor = build(expand(content, "run()"))
         executor.run()
     except CkptError as error:
-        moves.advise(error, RunPlan(executor), None)
+        advise(error, RunPlan(executor))
         raise
 
 

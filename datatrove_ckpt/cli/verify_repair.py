@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import sys
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.identity import mixed_settings
@@ -24,12 +22,9 @@ from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import Plan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.verify import Report
-from datatrove_ckpt.maintenance.where import Place, begun_in, open_place, restored, upload
+from datatrove_ckpt.maintenance.where import Place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.preflight.run_plan import RunPlan
 
 # verify --------------------------------------------------------------------------------------------------------------
 
@@ -53,8 +48,8 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 @gc_paused()  # commits of many ranks, and no garbage
-def _report(place: Place, output: str | None = None, full: bool = False, planned: str | None = None) -> Report:
-    return checks.verify(place.folder, output, full, place.given, planned or place.output, place.configured_output)
+def _report(place: Place, output: str | None, full: bool) -> Report:
+    return checks.verify(place.folder, output, full, place.given, place.output, place.configured_output)
 
 
 def _as_json(report: Report, full: bool, code: int) -> Json:
@@ -135,32 +130,6 @@ def repair(arguments: argparse.Namespace) -> int:
         do = partial(_repair, plan, report, logging_dir, named, place) if is_needed else None
         announce(map(place.said, lines), do, arguments.dry_run)
     return 1 if plan.left else 0
-
-
-def repair_before_run(run: RunPlan) -> bool:
-    """Prints what ``repair`` does to the checkpoints of a job, asks on a terminal, and does it. Nothing to do: silent.
-
-    Returns False if the user says no.
-    """
-    logging_dir = str(run.logging_dir.resolve_paths(""))
-    for runner in run.runners:
-        step = runner.step
-        if (what := begun_in(runner.root, step.checkpoints_remote_dir)) is None:
-            continue
-        with open_place(what, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
-            output = str(step.output_writer.output_folder.resolve_paths(""))
-            report = _report(place, planned=output)
-            if any(problem.path == output for problem in report.problems):  # it is gone, with all its files
-                report = _report(place, output)
-            plan = make_plan(report, logging_dir)
-            if not (plan.ranks or plan.markers):
-                continue
-            check_output_folder(report)
-            announce(map(place.said, plan.describe(logging_dir)), None)
-            if sys.stdin.isatty() and input("Repair this, and run? [y/N] ").strip().lower() not in ("y", "yes"):
-                return False
-            _repair(plan, report, logging_dir, named, place)
-    return True
 
 
 def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:

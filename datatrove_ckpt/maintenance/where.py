@@ -149,15 +149,6 @@ def _named(what: str) -> tuple[Place, str | None]:
     return place, place.what
 
 
-def begun_in(root: Path | None, remote: str | None) -> str | None:
-    """WHAT of a run: its checkpoint folder, or its mirror if no rank is here; None: nothing has started."""
-    if root is not None and root.is_dir() and layout.rank_numbers(root):
-        return str(root)
-    from datatrove_ckpt.mirror.reading import holds_ranks
-
-    return remote if remote is not None and holds_ranks(remote) else None
-
-
 def _looks_like_mirror(folder: Path) -> bool:
     try:
         first = next(iter(layout.rank_numbers(folder)), None)

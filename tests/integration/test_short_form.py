@@ -6,6 +6,7 @@ import errno
 import json
 import pickle
 import re
+import shutil
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -283,7 +284,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server: FakeServer, command:
         (["--limit=2", "--limit", "3"], "--limit: given 2 times"),
         (["--run-folder"], "--run-folder: its value is missing"),
         (["--limit", "--prompt", "x"], "--limit: its value is missing"),
-        (["--startover"], "--startover: its value is missing, or did you mean --start-over?"),
+        (["--dryrun"], "--dryrun: its value is missing, or did you mean --dry-run?"),
         (["b.jsonl", "c.jsonl"], "needs quotes"),
         (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
     ],
@@ -525,14 +526,14 @@ def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_i
             Door(words=("datatrove-ckpt", "run", "a b.yaml", "--executor.tasks=2"), runner=3),
             "add --pipeline.3.accept_changes=true to the command",
             "datatrove-ckpt run 'a b.yaml' --executor.tasks=3",
-            "datatrove-ckpt run 'a b.yaml' --executor.tasks=2 --repair --retry-dead-letters",
+            "datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with --retry-dead-letters",
             "another checkpoints_local_dir, output_folder and logging_dir",
         ),
         (
             Door("a.yaml", ("datatrove-ckpt", "run", "a.yaml", "--tasks", "2", "--retry-dead-letters")),
             "add --accept-changes true to the command",
             "datatrove-ckpt run a.yaml --retry-dead-letters --tasks 3",
-            "datatrove-ckpt run a.yaml --tasks 2 --repair --retry-dead-letters",
+            "datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with --retry-dead-letters",
             "another run_folder",
         ),
     ],
@@ -581,17 +582,26 @@ def test_python_names_what_to_pass_and_starts_over(job: dict[str, Any]) -> None:
     with pytest.raises(CheckpointMismatch) as refused:
         datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"})
     assert str(refused.value).endswith("choose another run_folder for the new ones.")
-    how = "To start over, with what is there moved aside: pass start_over=True to run()."
-    assert refused.value.__notes__ == [how]
+    folder = Path("runs/x").absolute()
+    assert refused.value.__notes__ == [f"To start over, move what is there aside: mv {folder} {folder}.1"]
     assert not LONG.search(str(refused.value))
     with pytest.raises(CheckpointMismatch, match=r"Go on with 1 task \(tasks=1\)"):
         datatrove_ckpt.run(**job, tasks=2)
     with pytest.raises(ConfigError, match=r"^run\(\): max_tokens: -4 is not"):
         datatrove_ckpt.run(**job, max_tokens=-4)
-    with pytest.raises(ConfigError, match=r"^start_over: "):
-        datatrove_ckpt.run(**job, start_over=True, retry_dead_letters=True)
-    datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"}, start_over=True)
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["x", "x.1"]
+    Path("runs/x").rename("runs/x.1")
+    datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"})
+    assert {*outputs(Path("runs/x/output"))} == {*outputs(Path("runs/x.1/output"))}
+
+
+def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job: dict[str, Any], command: Command) -> None:
+    changed = ["job.yaml", "--prompt=Tell {text}"]
+    said = command("run", *changed, code=1).err
+    assert said.endswith(
+        f"\nTo start over, move what is there aside: mv {Path('runs/x').absolute()} {Path('runs/x.1').absolute()}\n"
+    )
+    shutil.copytree("documents", "runs/x/documents")
+    assert " mv " not in command("run", *changed, "--input=runs/x/documents", code=1).err
 
 
 # the first document and the input's files -----------------------------------------------------------------------------

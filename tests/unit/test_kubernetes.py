@@ -260,7 +260,6 @@ def test_a_pod_that_has_too_little_time_does_not_start(command: Command) -> None
 def test_only_tasks_of_this_machine_are_run_by_rank(command: Command) -> None:
     on_volume()
     assert "--rank 4: the job has tasks: 4, so its ranks are 0 to 3" in command("run", "job.yaml", "--rank", 4, code=2)
-    assert "without --rank" in command("run", "job.yaml", "--rank", 0, "--start-over", code=2).error
     Path("bad.yaml").write_text("executor: 3")
     assert "executor: needs class_path" in command("run", "bad.yaml", "--rank", 0, code=2).error
     slurm = str(ROOT / "configs/slurm.yaml")

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 import multiprocess
 from datatrove.executor.base import PipelineExecutor
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.commits import sum_counts, sum_delivered
@@ -46,7 +45,6 @@ from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
 from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
-from datatrove_ckpt.preflight.doctor import Look, check_rules_of_hub
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.pool_signals import usual_handler
@@ -114,8 +112,6 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 executor.check()
             with checkpoints_seen(executor):
                 check_before_run(executor)
-            if arguments.rank is None:
-                _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
@@ -142,14 +138,6 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
     finally:
         say_errors_later(False)
     return 0
-
-
-def _warn_of_hub(plan: RunPlan) -> None:
-    """Warns as ``doctor`` does of commits to the hub that take days."""
-    for runner in plan.runners:
-        for finding in check_rules_of_hub(Look(plan), runner.step):
-            if finding.state == "warning":
-                logger.warning(f"{finding.what}: {finding.message}")
 
 
 def exit_code(error: Exception, rank: int | None) -> int:

@@ -55,16 +55,6 @@ _EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file"}  # wh
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 # Of ``default_generation_params``. The short form has them as settings.
 ANSWER = ("max_tokens", "temperature", "top_p", "stop")
-# Where the arguments of a class belong. Where several classes have one, the last class counts.
-_HOMES = {
-    "init_args of the reader": "JsonlReader",
-    "init_args of output_writer": "JsonlWriter",
-    "init_args of rollout_fn": "PromptRollout",
-    "monitoring of InferenceRunner": "datatrove_ckpt.config.MonitoringConfig",
-    "config of InferenceRunner": "InferenceConfig",
-    "init_args of InferenceRunner": "InferenceRunner",
-    "init_args of executor": "LocalPipelineExecutor",
-}
 
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)
@@ -97,7 +87,7 @@ def load(path: str | Path) -> dict[str, Any]:
             "form: run_folder, input, prompt and model."
         )
     if "executor" in content:
-        refuse_unknown(content, ["executor", "kubernetes"], str(path), _homes)
+        refuse_unknown(content, ["executor", "kubernetes"], str(path))
     return content
 
 
@@ -148,7 +138,7 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     """Builds the object that a mapping with class_path and init_args describes."""
     if not isinstance(node, dict) or "class_path" not in node:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
-    refuse_unknown(node, ["class_path", "init_args"], place, _homes)
+    refuse_unknown(node, ["class_path", "init_args"], place)
     found = import_name(node["class_path"], place)
     if not isinstance(found, type) or not fits(found, kinds):
         wanted = in_words(kinds) if isinstance(found, type) else "a class"
@@ -165,7 +155,7 @@ def construct(cls: Any, given: Any, label: str) -> Any:
     arguments: dict[str, Any] = given or {}
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
-        refuse_unknown(arguments, list(parameters), label, _homes)
+        refuse_unknown(arguments, list(parameters), label)
     if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
@@ -322,23 +312,11 @@ def _inside(label: str, key: str) -> str:
     return f"{label}.{key}"
 
 
-def _homes() -> dict[str, str]:
-    """Where each key belongs."""
-    homes = dict.fromkeys(ANSWER, "default_generation_params of config")
-    for home, name in _HOMES.items():
-        homes |= dict.fromkeys(parameters_of(import_name(name, home))[0], home)
-    return homes
-
-
-def refuse_unknown(
-    mapping: dict[str, Any], known: list[str], place: str, elsewhere: Callable[[], dict[str, str]] = dict
-) -> None:
-    """Refuses keys that are not known. ``elsewhere``: where other keys belong."""
+def refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> None:
+    """Refuses keys that are not known."""
     for key in mapping:
         if key not in known:
-            others = elsewhere()
-            hint = f"; it belongs in {others[key]}." if key in others else ""
-            hint = hint or _did_you_mean(key, known) or _did_you_mean(key, others)
+            hint = _did_you_mean(key, known)
             if not hint and len(known) > _MOST_LISTED:
                 hint = "; see docs/settings.md."
             hint = hint or f"; allowed are {', '.join(known) or 'none'}."

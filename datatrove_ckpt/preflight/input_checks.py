@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folde
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.doors import StartOver, written
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
-from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
@@ -43,9 +42,6 @@ _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
 # Files without a document that are read before the input counts as unreadable: the first may be empty.
 _TRIED_FILES = 3
-# Files of a list whose size is asked for, each with a request; the others count as large as these on average.
-_MEASURED_FILES = 10_000
-_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,10 @@ class Sample:
     first: bytes = b""
 
 
-def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = False) -> tuple[list[Finding], Sample]:
-    """Reads the first documents with a copy of the reader, and compares the shares of the tasks.
+def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[list[Finding], Sample]:
+    """Reads the first documents with a copy of the reader, and looks whether each task has some.
 
     Args:
-        workers: how many tasks run at once.
         waits: another executor will create the input.
     """
     if waits:
@@ -80,7 +75,7 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
     if is_dataset:
         reader = reader.preview()
     try:
-        names, sizes = within(REMOTE_SECONDS, lambda: _list(reader), where)
+        names = within(REMOTE_SECONDS, lambda: _list(reader), where)
         check_codecs(where, reader, names)
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, len(names)), where)
         if not is_dataset:
@@ -88,20 +83,16 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's arguments."
         return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
-    if not sample.number and names and not any(sizes):
-        return [Finding("warning", "readable", f"{where}: all files are empty.")], sample
     if not sample.number:
         files = "" if names else ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
     text = f"{where}: the first {plural(sample.number, 'document')} read."
-    # With a limit, a task reads as many documents of a large file as of a small one.
-    known = sizes if len(sizes) == len(names) and reader.limit < 0 else None
     if is_dataset and whole.shares_rows(len(names)):
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
         shares = Finding("ok", "shares", equal)
     else:
-        shares = check_shares(names, known, tasks, workers)
+        shares = check_shares(len(names), tasks)
     found = [Finding("ok", "readable", text), shares]
     if sample.refused:
         shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
@@ -121,16 +112,12 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
         raise next(iter(sample.refused.values()))
 
 
-def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
-    """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
+def _list(reader: BaseDiskReader) -> list[str]:
+    """The names of all files."""
     folder = reader.data_folder
     if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
         raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct {written.data_folder}.")
-    inputs = list_input(reader)
-    names = list(inputs.names)
-    measured = range(min(len(names), _MEASURED_FILES) if reader.paths_file else len(names))
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sizes") as threads:
-        return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
+    return list(list_input(reader).names)
 
 
 def _read_some(reader: BaseDiskReader, files: int) -> Sample:
@@ -171,77 +158,14 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     return f"{names[0]!r}: {text}" if text else f"Check {written.input} and text_key."
 
 
-# How the work is divided ----------------------------------------------------------------------------------------------
-#
-# Files among tasks, and tasks among workers. datatrove deals out whole files in the order of their names: task r gets
-# the files r, r + tasks, r + 2 * tasks, ... The largest task decides when the run ends, and a task without a file takes
-# a place in the queue for nothing.
-
-# How much larger compressed input is once it is read: web text in gzip, zstd or Parquet.
-GROWTH = 4
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".parquet")
-# How many times longer than with equal tasks a run may take because of its largest task.
-_LONGER = 2.0
-
-
-def grown(name: str, size: int) -> int:
-    """The size of a file once it is read, about."""
-    return size * (GROWTH if name.endswith(COMPRESSED) else 1)
-
-
-def check_workers(plan: RunPlan) -> list[Finding]:
-    """Whether ``tasks_per_job`` leaves workers without a task."""
-    tasks, workers, per_job, elements = plan.tasks, plan.workers, plan.tasks_per_job, plan.elements
-    if per_job == 1:
-        return []
-    text = f"{plural(tasks, 'task')} in {plural(elements, 'array element')} of up to {per_job}"
-    busy = min(tasks, workers)
-    if elements >= busy:
-        return [Finding("ok", "workers", f"{text}.")]
-    text = (
-        f"{text}: only {elements} of {workers} workers have work. Set tasks_per_job to {tasks // busy}, or add tasks."
-    )
-    return [Finding("warning", "workers", text)]
-
-
-def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, workers: int) -> Finding:
-    """Whether each task has input, and no task has so much that the others wait for it.
-
-    Args:
-        names: the files of the input, in datatrove's order.
-        sizes: their bytes; None if unknown, or if something else than the size decides how much of them is read.
-        workers: how many tasks run at once.
-    """
-    text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}"
-    bytes_read = [grown(name, size) for name, size in zip(names, sizes or [], strict=False)]
-    shares = [sum(bytes_read[rank::tasks]) for rank in range(tasks)] if any(bytes_read) else []
-    idle = shares.count(0) if shares else max(0, tasks - len(names))
-    if idle:
-        return Finding("warning", "shares", _say_idle(text, bytes_read, len(names), tasks, idle))
-    if tasks == 1 or sizes is None or not shares:
+def check_shares(files: int, tasks: int) -> Finding:
+    """Whether each task has input: datatrove deals out whole files, in the order of their names."""
+    text = f"{plural(files, 'file')} for {plural(tasks, 'task')}"
+    if files >= tasks:
         return Finding("ok", "shares", f"{text}.")
-    largest = max(shares)
-    percents, longer = 100 * largest / sum(shares), largest * workers / sum(shares)
-    share = f"holds {percents:{'.0f' if percents >= 10 else '.2g'}} % of the bytes"
-    if longer < _LONGER:
-        return Finding("ok", "shares", f"{text}; the largest task {share}.")
-    rank = shares.index(largest)
-    size, name = max(zip(sizes[rank::tasks], names[rank::tasks], strict=True))
-    text = (
-        f"one task {share}: task {rank} ({text}). With {workers} tasks at once, the run takes about {longer:.2g} times "
-        f"as long as with equal tasks. Split {name!r} ({byte_size(size)}) into files of about "
-        f"{byte_size(sum(sizes) / tasks)}. Do it before the first start."
-    )
-    return Finding("warning", "shares", text)
-
-
-def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int) -> str:
-    """The tasks without input, and what to do."""
-    said, empty = f"{idle} of {tasks} tasks have no input: {text}", sizes.count(0)
-    if not empty:
-        return f"{said}. Set tasks to {files}, or split the input into at least {tasks} files."
-    said += f", of which {empty} {'is' if empty == 1 else 'are'} empty. Move the empty files away"
-    return f"{said}, and set tasks to {files - empty}." if files - empty < tasks else f"{said}."
+    idle = f"{tasks - files} of {tasks} tasks have no input: {text}"
+    advice = f"Set tasks to {files}, or split the input into at least {tasks} files."
+    return Finding("warning", "shares", f"{idle}. {advice}")
 
 
 # Whether finished ranks would read today what they have read.

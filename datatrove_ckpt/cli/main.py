@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail
-from datatrove_ckpt.config.paths import is_script
 from datatrove_ckpt.doors import Door, entered
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.process.gc_tuning import gc_paused
@@ -43,12 +42,10 @@ in the long form by path; init_args is left out, steps count from 0:
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
-of a Python script, which is imported: --main="ITS ARGUMENTS" runs its main, too, up to executor.run(); --executor=2
-takes the second with an InferenceRunner
 """
 _WHAT_HELP = """\
 WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:
-s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had, or its script:
+s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had:
   --pipeline.1.checkpoints_local_dir=other/checkpoints
 """
 _EPILOG = """
@@ -85,12 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _door(arguments: argparse.Namespace, given: list[str]) -> Door:
-    """The command that runs the job is what help is given for: a script is run by Python."""
-    config = getattr(arguments, "config", None)
-    if is_script(config) or arguments.name not in ("run", "doctor"):
+    """What helps is a change of the command that runs the job."""
+    if arguments.name not in ("run", "doctor"):
         return Door()
     if arguments.name == "doctor":
-        given = ["run", *([] if config is None else [config]), *arguments.overrides]
+        config = [] if arguments.config is None else [arguments.config]
+        given = ["run", *config, *arguments.overrides]
     return Door(words=("datatrove-ckpt", *given))
 
 
@@ -209,8 +206,8 @@ def _flag(name: str, help: str) -> _Argument:
     return (name,), {"action": "store_true", "help": help}
 
 
-_CONFIG = _argument("CONFIG", "YAML file, or script; none: the flags are the whole job", nargs="?")
-_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, YAML file or script of the run")
+_CONFIG = _argument("CONFIG", "YAML file; none: the flags are the whole job", nargs="?")
+_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run")
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")

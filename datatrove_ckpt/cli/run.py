@@ -15,7 +15,6 @@ from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.short_form import Node, make_executor, read_config
 from datatrove_ckpt.cli.yaml_config import build
-from datatrove_ckpt.config.paths import is_script, start_command
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 
@@ -30,11 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    if (of_script := is_script(arguments.config)) and not arguments.cancel:
-        command = start_command([arguments.config, *arguments.overrides])
-        raise ConfigError(f"{arguments.config}: is a script. Start it: {command}")
-    made = make_executor(arguments.config, arguments.overrides) if of_script else None
-    content, executor = (Node(), made) if made else _build(arguments)
+    content, executor = _build(arguments)
     if "kubernetes" in content:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
         from datatrove_ckpt.preflight.run_plan import RunPlan

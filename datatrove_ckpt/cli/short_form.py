@@ -38,7 +38,6 @@ from datatrove_ckpt.cli.yaml_config import (
     set_at_path,
 )
 from datatrove_ckpt.config.kubernetes import KubernetesJob
-from datatrove_ckpt.config.paths import is_script
 from datatrove_ckpt.doors import Door, current, entered, use
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
@@ -129,8 +128,6 @@ OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_
 def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
     """The job of a file in the long form, with the overrides applied. Each override is a ``path=value``.
 
-    Of a script this is what ``maintenance`` asks for, and the overrides are its arguments, see ``executor_of``.
-
     Args:
         path: None: the overrides are the whole job, in the short form.
         only_look: see ``expand``.
@@ -138,10 +135,6 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     Raises:
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
     """
-    if is_script(path):
-        from datatrove_ckpt.cli.scripts import content_of
-
-        return content_of(make_executor(path, overrides))
     content = {} if path is None else load(path)
     named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", one)]
     for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in named).items():
@@ -165,15 +158,11 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
 
 
 def make_executor(path: str | None, overrides: list[str]) -> Any:
-    """Builds the executor that the file and the overrides describe; of a script, the one that it runs. Runs nothing.
+    """Builds the executor that the file and the overrides describe. Runs nothing.
 
     Raises:
         ConfigError: the first mistake in it.
     """
-    if is_script(path):
-        from datatrove_ckpt.cli.scripts import executor_of
-
-        return executor_of(path, overrides)
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     return build(read_config(path, overrides))
 

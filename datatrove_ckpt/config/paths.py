@@ -7,7 +7,6 @@ import shlex
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeGuard
 
 from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import ConfigError
@@ -45,16 +44,8 @@ def existing_part(path: Path) -> Path:
     return path
 
 
-def is_script(path: str | None) -> TypeGuard[str]:
-    """Whether the file of a job is a Python script, and no YAML."""
-    return path is not None and path.endswith(".py") and not Path(path).is_dir()
-
-
 def start_command(given: Sequence[str]) -> str:
     """The command that runs a job, named by its file, if there is one, and what stands behind it."""
-    if given and is_script(given[0]):
-        own = [word for one in given if one.startswith("--main=") for word in shlex.split(one[len("--main=") :])]
-        return shlex.join(["python", given[0], *own])
     return shlex.join(["datatrove-ckpt", "run", *given])
 
 

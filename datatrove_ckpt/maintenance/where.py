@@ -1,5 +1,5 @@
-"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the run's YAML file or script. Made into
-a folder to read.
+"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made into a folder to
+read.
 
 A mirror is copied into a temporary folder, because everything here reads files. What is said about the copy names the
 mirror instead (``Place.said``).
@@ -76,11 +76,11 @@ class Place:
 
 
 def is_config(what: str) -> bool:
-    """Whether WHAT is a YAML file, or a script."""
+    """Whether WHAT is a YAML file."""
     if _URL.match(what):
         return False
     path = Path(what)
-    return path.is_file() or (path.suffix in (".yaml", ".yml", ".py") and not path.exists())
+    return path.is_file() or (path.suffix in (".yaml", ".yml") and not path.exists())
 
 
 @contextmanager

@@ -67,11 +67,6 @@ class RunnerPlan:
         return self.step.identity(self.tasks)
 
 
-def has_runner(executor: PipelineExecutor) -> bool:
-    """Whether an executor has an ``InferenceRunner``, ours or datatrove's."""
-    return any(InferenceRunner.__name__ in (one.__name__ for one in type(step).__mro__) for step in executor.pipeline)
-
-
 class RunPlan:
     """A job, as any datatrove executor describes it.
 

@@ -38,6 +38,7 @@ above. This module imports ``formatting`` and ``doors`` only, so every room may 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.doors import Remedy
@@ -99,6 +100,11 @@ class CheckpointCorrupt(CheckpointError):
     Causes are a damaged disk, a partial copy, an edit by hand, or a file of another version of this package. Restore
     the file from a copy, or start the rank again with an empty folder.
     """
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*parts)
+        self.path = next((part for part in parts if isinstance(part, Path)), None)
+        """The file, if it is a part of the message."""
 
 
 class CheckpointMismatch(CheckpointError):

@@ -63,10 +63,13 @@ class CommitsDamaged(CheckpointCorrupt):
             Repair(str(checkpoints), logging_dir),
             ". Commits that can be proved are kept; the other chunks are processed again.",
         )
-        self.path, self.what, self.logging_dir = path, what, logging_dir
+        self.path = path
+        self.log = path
+        self.what = what
+        self.logging_dir = logging_dir
 
     def __reduce__(self) -> tuple[type[CommitsDamaged], tuple[Path, str, str | None]]:
-        return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
+        return type(self), (self.log, self.what, self.logging_dir)  # it comes back from pool workers
 
 
 def stamp_of(text: str) -> int:
@@ -306,8 +309,9 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
         return Commit.from_json(line.body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointCorrupt(
-            f"{path}, line {number}: the line is whole, but no commit of this version of the program ({error!r}). "
-            "Keep the rank's output files. Use the version that wrote it, or restore the file from a copy."
+            path,
+            f", line {number}: the line is whole, but no commit of this version of the program ({error!r}). "
+            "Keep the rank's output files. Use the version that wrote it, or restore the file from a copy.",
         ) from error
 
 

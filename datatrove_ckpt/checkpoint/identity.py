@@ -385,7 +385,7 @@ def parse_run(path: Path | str, data: bytes) -> Json:
         return check_run(content)
     except ValueError as error:
         advice = _NO_JOB if str(path).endswith(JOB) else _NO_RUN
-        raise CheckpointCorrupt(f"{path} does not hold a run ({error}). {advice}") from error
+        raise CheckpointCorrupt(path, f" does not hold a run ({error}). {advice}") from error
 
 
 def not_readable(path: Path | str) -> str:

@@ -127,7 +127,7 @@ def journal_indices(folder: Path) -> list[int]:
         if not path.match("chunk_*.jsonl"):
             continue
         if not is_journal(path.name):
-            raise CheckpointCorrupt(f"{path} is not a journal of this program. Move it out of the rank's folder.")
+            raise CheckpointCorrupt(path, " is not a journal of this program. Move it out of the rank's folder.")
         found.append(int(path.stem.removeprefix("chunk_")))
     return sorted(found)
 
@@ -139,14 +139,14 @@ def check_files(folder: Path, last_chunk: Path) -> None:
         CheckpointCorrupt: something else has the name of a file, or of the folder itself.
     """
     if folder.exists() and not folder.is_dir():
-        raise CheckpointCorrupt(f"{folder} is not a folder. Move it away: a rank's checkpoint has this name.")
+        raise CheckpointCorrupt(folder, " is not a folder. Move it away: a rank's checkpoint has this name.")
     if not folder.is_dir():
         return
     journals = [journal_path(folder, index) for index in journal_indices(folder)]
     for path in [*(folder / name for name in FILES), *journals, last_chunk]:
         if path.exists() and not path.is_file():
             raise CheckpointCorrupt(
-                f"{path} is not a file. Move it away, and restore the file of this name from a copy if there was one."
+                path, " is not a file. Move it away, and restore the file of this name from a copy if there was one."
             )
 
 

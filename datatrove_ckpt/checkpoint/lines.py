@@ -135,11 +135,11 @@ def read_lines(path: Path, advice: str = "Restore the file from a copy.") -> Ite
         if line is None:
             torn_at = torn_at or number
             if number == 1 and not may_be_torn(raw):
-                raise CheckpointCorrupt(f"{path} does not start with a line of this program. {advice}")
+                raise CheckpointCorrupt(path, f" does not start with a line of this program. {advice}")
         elif torn_at:
             raise CheckpointCorrupt(
-                f"{path}, line {torn_at}: the line is damaged, and whole lines follow it, so no crash did this. "
-                f"{advice}"
+                path,
+                f", line {torn_at}: the line is damaged, and whole lines follow it, so no crash did this. {advice}",
             )
         else:
             yield line
@@ -245,6 +245,7 @@ def read_shard(path: Path) -> Json:
             return read_sealed(path.read_bytes(), (SHARD_VERSION,)) if path.exists() else {}
     except ValueError as error:
         raise CheckpointCorrupt(
-            f"{path} cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows whether the "
-            "input of this finished rank changes."
+            path,
+            f" cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows whether the "
+            "input of this finished rank changes.",
         ) from error

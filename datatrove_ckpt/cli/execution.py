@@ -161,8 +161,9 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         _refuse_what_is_left(plan, marked)
     with checkpoints_seen(executor) as said:
         checked = check_after_run(executor)
-        for runner in kept:
-            say(said(closing_line(runner, current().command, checked, started)))
+        for runner in RunPlan(executor).runners:
+            if runner.root is not None:
+                say(said(closing_line(runner, current().command, checked, started)))
     # Of the rank that ran: a checkpoint on a volume has those of the others, too.
     committed = ([one for one in job.committed if arguments.rank in (None, one[0])] for job in checked.jobs.values())
     return sum(sum_delivered(counts).dead for counts in committed)
@@ -335,7 +336,8 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
         CheckpointCorrupt: the commits contradict each other.
         InputError: no row of the input is a document.
     """
-    root = runner.step.checkpoints_root
+    root = runner.root
+    assert root is not None
     job = checked.jobs[root]
     if not job.ranks:
         find_ranks(root)  # raises, and says why
@@ -364,7 +366,7 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
     had_none = f" {idle} of {plural(job.ranks, 'task')} had no documents." * bool(idle)
     work = f"{f' Retried {retried}.' * bool(again.read)}{skipped}{had_none}{counts.odd_answers}{_attempts(job)}"
     retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
-    given = str(runner.step.checkpoints_local_dir)
+    given = str(runner.copy or runner.step.checkpoints_local_dir)
     shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
     next_step = f"To check the files: {_verify(shown)}"
     if counts.dead:

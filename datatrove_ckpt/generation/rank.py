@@ -6,7 +6,6 @@ Apart from ``runner.py``, which makes the step: a program that only makes it, or
 from __future__ import annotations
 
 import asyncio
-import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
@@ -120,7 +119,7 @@ class _Run:
         if step.retry_dead_letters:
             self._retry(rank)
             return
-        with naming_mirror(step):
+        with naming_mirror(step, step.checkpoints_root):
             restore_from_mirror(step, rank, self.preemption)
             self._take(self.data, rank, step.checkpoints_root)
 
@@ -423,18 +422,21 @@ def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
 
 
 @contextmanager
-def naming_mirror(step: Step) -> Iterator[None]:
-    """Says of a damaged checkpoint how it comes back from the mirror, if there is one that has it."""
+def naming_mirror(step: Step, root: Path) -> Iterator[None]:
+    """Says of a damaged checkpoint in ``root`` how it comes back from the mirror, if there is one that has it."""
     try:
         yield
     except CheckpointCorrupt as error:
-        named, found = re.search(rf"{re.escape(str(step.checkpoints_root))}/\d{{5,}}(?=/)", str(error)), None
-        if step.checkpoints_remote_dir is not None and named is not None:
-            from datatrove_ckpt.mirror.job import newest_manifest
+        path = error.path
+        if step.checkpoints_remote_dir is None or path is None or not path.is_relative_to(root):
+            raise
+        from datatrove_ckpt.mirror.job import newest_manifest
 
-            folder = Path(named[0])
-            with suppress(OSError, CkptError):
-                found = newest_manifest(url := f"{step.checkpoints_remote_dir}/{folder.name}")
+        folder = root / path.relative_to(root).parts[0]
+        url = f"{step.checkpoints_remote_dir}/{folder.name}"
+        found = None
+        with suppress(OSError, CkptError):
+            found = newest_manifest(url)
         if found is None or not found.files:
             raise
         raise CheckpointCorrupt(

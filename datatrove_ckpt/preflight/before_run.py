@@ -291,8 +291,8 @@ def check_before_run(executor: PipelineExecutor) -> None:
     _check_inputs(plan)
     _check_launch(plan)
     with ExitStack() as stack:
-        for step, _ in plan.kept:
-            stack.enter_context(naming_mirror(step))
+        for step, root in plan.kept:
+            stack.enter_context(naming_mirror(step, root))
         check_job(plan)
         check_inputs_unchanged(plan)
         _check_hub(plan)
@@ -526,7 +526,7 @@ def check_output_of_run(
     try:  # all, before any file is called unknown
         commits = {rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers}
     except CommitsDamaged as error:
-        raise CommitsDamaged(error.path, error.what, logging_dir) from None
+        raise CommitsDamaged(error.log, error.what, logging_dir) from None
     committed = check.by_name(commits.values())
     found = _look(check, committed, patience_seconds)
     check.refuse_lost(committed, found)

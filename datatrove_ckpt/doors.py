@@ -113,7 +113,9 @@ def entered(door: Door) -> Iterator[None]:
 def step_name(index: int, step: object) -> str:
     """A step in a sentence."""
     name = type(step).__name__
-    return name if _door.form else f"pipeline[{index}] {name}"
+    if _door.form:
+        return name
+    return f"pipeline[{index}] {name}"
 
 
 def step_place(index: int, step: object) -> str:
@@ -161,7 +163,9 @@ class Setting(Remedy):
     @property
     def command(self) -> str:
         """The whole command; "" in Python."""
-        return f"{self.door.command} {self._flag}" if self.door.words else ""
+        if self.door.words:
+            return f"{self.door.command} {self._flag}"
+        return ""
 
     @property
     def _flag(self) -> str:
@@ -180,7 +184,10 @@ class Tasks(Remedy):
     def __str__(self) -> str:
         if not self.door.words:
             return f"tasks={self.number}"
-        flag = f"--tasks {self.number}" if self.door.form else f"--executor.tasks={self.number}"
+        if self.door.form:
+            flag = f"--tasks {self.number}"
+        else:
+            flag = f"--executor.tasks={self.number}"
         return f"{self.door.without_setting('tasks').command} {flag}"
 
 

@@ -142,7 +142,9 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
 
 def exit_code(error: Exception, rank: int | None) -> int:
     """Of a run that an error stopped. Of one rank: see ``code_of_rank``. Other runs end with 1: scripts know it."""
-    return 1 if rank is None else code_of_rank(error)
+    if rank is None:
+        return 1
+    return code_of_rank(error)
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
@@ -151,13 +153,22 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
         folders = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
-        what = [[arguments.config, *arguments.overrides]] if arguments.config and len(kept) == 1 else folders
+        if arguments.config and len(kept) == 1:
+            what = [[arguments.config, *arguments.overrides]]
+        else:
+            what = folders
         say(slurm_submit.submit(executor, what, current().command))
         return 0
-    is_ours, started = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor), unix_seconds()
-    marked = plan.marked() if not is_ours and not executor.skip_completed else {}
-    executor.run_ranks() if is_ours else executor.run()
-    if not is_ours:
+    is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
+    started = unix_seconds()
+    if not is_ours and not executor.skip_completed:
+        marked = plan.marked()
+    else:
+        marked = {}
+    if is_ours:
+        executor.run_ranks()
+    else:
+        executor.run()
         _refuse_what_is_left(plan, marked)
     with checkpoints_seen(executor) as said:
         checked = check_after_run(executor)
@@ -165,8 +176,11 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
             if runner.root is not None:
                 say(said(closing_line(runner, current().command, checked, started)))
     # Of the rank that ran: a checkpoint on a volume has those of the others, too.
-    committed = ([one for one in job.committed if arguments.rank in (None, one[0])] for job in checked.jobs.values())
-    return sum(sum_delivered(counts).dead for counts in committed)
+    dead = 0
+    for job in checked.jobs.values():
+        committed = [counts for counts in job.committed if arguments.rank in (None, counts[0])]
+        dead += sum_delivered(committed).dead
+    return dead
 
 
 def _interrupted(interruption: Interruption) -> int:
@@ -185,7 +199,10 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
     Raises:
         CkptError: some tasks are not complete.
     """
-    now = plan.marked() if marked else {}
+    if marked:
+        now = plan.marked()
+    else:
+        now = {}
     old = {name for name, time in marked.items() if now.get(name) == time}
     anew = [rank for rank in range(plan.tasks) if f"completions/{rank:05d}" in old]
     left = sorted({*plan.incomplete(skip_completed=True), *anew})
@@ -229,7 +246,10 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if refused := hub_refusal(error):
         there = re.match("hf://[a-z]+s/([^/]+/[^/]+)", logs.resolve_paths(""))
         return StorageFailed(f"{written.logging_dir}: {refused}." if there and there[1] in refused else f"{refused}.")
-    folders = {"logging_dir": Path(logs.resolve_paths(""))} if logs.is_local() else {}
+    if logs.is_local():
+        folders = {"logging_dir": Path(logs.resolve_paths(""))}
+    else:
+        folders = {}
     folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
     if error.errno in _FULL:
         places = [*folders.items(), ("TMPDIR", tempfile.gettempdir())]
@@ -245,12 +265,23 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     shown = written(setting)
     if error.errno == errno.ENOENT:
         gone = "it was removed during the run, or its file system takes no files there. Choose another"
-        return StorageFailed(f"{path} ({shown}): {error.strerror}: {gone} {shown}.") if setting else error
+        if setting:
+            return StorageFailed(f"{path} ({shown}): {error.strerror}: {gone} {shown}.")
+        return error
     if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
         return StorageFailed(f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}.")
-    where = f" ({shown})" if setting else ""
-    other = f", or mount it writable, or choose another {shown}," if setting else ", or mount it writable,"
-    other = " to read it," if any(map(path.is_relative_to, inputs)) else other
+    if setting:
+        where = f" ({shown})"
+    else:
+        where = ""
+    if setting:
+        other = f", or mount it writable, or choose another {shown},"
+    else:
+        other = ", or mount it writable,"
+    if any(map(path.is_relative_to, inputs)):
+        other = " to read it,"
+    else:
+        other = other
     return StorageFailed(
         f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run the "
         "same command again; everything saved so far is kept."
@@ -365,7 +396,10 @@ def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: fl
     idle = job.ranks - len({number for number, done in job.committed if done.read})
     had_none = f" {idle} of {plural(job.ranks, 'task')} had no documents." * bool(idle)
     work = f"{f' Retried {retried}.' * bool(again.read)}{skipped}{had_none}{counts.odd_answers}{_attempts(job)}"
-    retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
+    if "--retry-dead-letters" in command.split():
+        retry = ""
+    else:
+        retry = " --retry-dead-letters"
     given = str(runner.copy or runner.step.checkpoints_local_dir)
     shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
     next_step = f"To check the files: {_verify(shown)}"
@@ -393,15 +427,23 @@ def _attempts(job: JobSums) -> str:
     attempts = max(ranks, job.numbers.number_of_attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
-    at_least = "at least " if job.numbers.work_is_at_least else ""
+    if job.numbers.work_is_at_least:
+        at_least = "at least "
+    else:
+        at_least = ""
     again = sent.retries + sent.resent
-    were = "was" if sent.sent == 1 else "were"
+    if sent.sent == 1:
+        were = "was"
+    else:
+        were = "were"
     said = (
         f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
         f"{plural(sent.sent, 'request')} {were} sent{f', {again} of them again' if again else ''}"
     )
     unused = sent.completion_tokens - job.counts.completion_tokens
-    return f"{said}, and {plural(unused, 'completion token')} paid that no document has." if unused > 0 else f"{said}."
+    if unused > 0:
+        return f"{said}, and {plural(unused, 'completion token')} paid that no document has."
+    return f"{said}."
 
 
 def _checked(checked: Checked) -> str:
@@ -412,7 +454,9 @@ def _checked(checked: Checked) -> str:
         parts.append(f"{plural(files, 'output file')} by name, size and time of change")
     if checked.inputs:
         parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
-    return f" Checked: {' and '.join(parts)}, none is gone or changed." if parts else ""
+    if parts:
+        return f" Checked: {' and '.join(parts)}, none is gone or changed."
+    return ""
 
 
 def _verify(checkpoints: Path | str) -> str:

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_log()
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
-    if bare := next((one for one in overrides if "=" not in one), None):
+    bare = next((flag for flag in overrides if "=" not in flag), None)
+    if bare is not None:
         close = get_close_matches(bare, _own_flags(given), n=1)
         parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
     if not overrides and getattr(arguments, "config", "") is None:
@@ -86,7 +87,10 @@ def _door(arguments: argparse.Namespace, given: list[str]) -> Door:
     if arguments.name not in ("run", "doctor"):
         return Door()
     if arguments.name == "doctor":
-        config = [] if arguments.config is None else [arguments.config]
+        if arguments.config is None:
+            config = []
+        else:
+            config = [arguments.config]
         given = ["run", *config, *arguments.overrides]
     return Door(words=("datatrove-ckpt", *given))
 
@@ -105,7 +109,10 @@ def _call(arguments: argparse.Namespace) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = ". A pattern, or a value with spaces, needs quotes." if message.startswith("unrecognized") else ""
+        if message.startswith("unrecognized"):
+            hint = ". A pattern, or a value with spaces, needs quotes."
+        else:
+            hint = ""
         super().error(f"{message}{hint}")
 
 
@@ -136,7 +143,9 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``, those without a value as
     they are.
     """
-    own, rest, overrides = _own_flags(arguments), list[str](), list[str]()
+    own = _own_flags(arguments)
+    rest = list[str]()
+    overrides = list[str]()
     remaining = deque(arguments)
     while remaining:
         argument = remaining.popleft()

@@ -64,7 +64,9 @@ def fail(error: BaseException, code: int) -> int:
     """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
     from datatrove_ckpt.retrying import hub_refusal  # loguru is slow to import
 
-    text = error if isinstance(error, CkptError) else hub_refusal(error) or error
+    text = str(error)
+    if not isinstance(error, CkptError):
+        text = hub_refusal(error) or text
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     print(printable(redact("\n".join([f"error: {text}", *notes]))), file=sys.stderr)
     return code

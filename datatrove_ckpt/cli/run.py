@@ -53,14 +53,16 @@ def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
     Raises:
         ConfigError: a mistake in it; or there is no such rank, or its tasks do not run here.
     """
-    content, rank = read_config(arguments.config, arguments.overrides), arguments.rank
+    content = read_config(arguments.config, arguments.overrides)
+    rank = arguments.rank
     executor = build(content)
     if rank is None:
         return content, executor
     from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
 
     refuse_other_kinds(executor, "--rank")
-    if rank >= (tasks := executor.world_size):
+    tasks = executor.world_size
+    if rank >= tasks:
         raise ConfigError(f"--rank {rank}: the job has tasks: {tasks}, so its ranks are 0 to {tasks - 1}.")
     given = content["executor"].get("init_args") or {}
     content["executor"]["init_args"] = given | {"local_tasks": 1, "local_rank_offset": rank, "workers": 1}
@@ -74,13 +76,19 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)
-    code = 1 if problems else 0
+    if problems:
+        code = 1
+    else:
+        code = 0
     if arguments.json:
         content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
         say(as_json(content))
     else:
         warnings = sum(check.state == "warning" for check in checks)
-        found = plural(problems, "problem") if problems else "no problem"
+        if problems:
+            found = plural(problems, "problem")
+        else:
+            found = "no problem"
         total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
         states = ("ok", "warning", "problem") if arguments.all else ("warning", "problem")  # what matters most, last
         shown = [str(check) for state in states for check in checks if check.state == state]

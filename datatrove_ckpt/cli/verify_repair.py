@@ -33,7 +33,11 @@ def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
     with place_of(arguments) as place:
         report = _report(place, arguments.output, arguments.full)
-    code = 1 if report.problems else 3 if report.unfinished else 0
+    code = 0
+    if report.problems:
+        code = 1
+    elif report.unfinished:
+        code = 3
     if arguments.json:
         text = as_json(_as_json(report, arguments.full, code))
     else:
@@ -67,7 +71,10 @@ def _as_json(report: Report, full: bool, code: int) -> Json:
 
 def _rank_as_json(rank: RankLedger) -> Json:
     """``counts`` has been called "tally" since 0.1."""
-    made = None if rank.last_commit is None else datetime.datetime.fromtimestamp(rank.last_commit, datetime.UTC)
+    if rank.last_commit is None:
+        made = None
+    else:
+        made = datetime.datetime.fromtimestamp(rank.last_commit, datetime.UTC)
     return {
         "root": rank.root,
         "rank": rank.number,
@@ -99,11 +106,18 @@ def _totals(report: Report) -> Json:
 
 
 def _verdict(report: Report, full: bool) -> str:
-    sums, counts = report.sums, report.sums.counts
-    found = plural(len(report.problems), "problem") if report.problems else "no problem"
+    sums = report.sums
+    counts = report.sums.counts
+    if report.problems:
+        found = plural(len(report.problems), "problem")
+    else:
+        found = "no problem"
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
-    checked = "sizes and contents" if full else "sizes; --full compares contents, too"
+    if full:
+        checked = "sizes and contents"
+    else:
+        checked = "sizes; --full compares contents, too"
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     return (
@@ -127,9 +141,14 @@ def repair(arguments: argparse.Namespace) -> int:
         is_needed = plan.ranks or plan.markers
         if not is_needed:
             lines.append("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
-        do = partial(_repair, plan, report, logging_dir, named, place) if is_needed else None
+        if is_needed:
+            do = partial(_repair, plan, report, logging_dir, named, place)
+        else:
+            do = None
         announce(map(place.said, lines), do, arguments.dry_run)
-    return 1 if plan.left else 0
+    if plan.left:
+        return 1
+    return 0
 
 
 def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:

@@ -38,4 +38,6 @@ def _run_folder(plan: RunPlan) -> Path | None:
     inputs = [Path(step.data_folder.path).absolute() for step in plan.pipeline if hasattr(step, "data_folder")]
     folder = found.pop()
     holds_input = any(path.is_relative_to(folder) for path in inputs)
-    return None if found or holds_input or not folder.is_dir() else folder
+    if found or holds_input or not folder.is_dir():
+        return None
+    return folder

@@ -198,7 +198,8 @@ class InferenceConfig:
 
     def _check_numbers(self) -> None:
         for name, rule in _MINIMA.items():
-            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            value = getattr(self, name)
+            default = type(self).__dataclass_fields__[name].default
             if (value is None and default is None) or (value == "auto" and name == "max_concurrent_generations"):
                 continue
             if not (value > 0 if rule == "> 0" else value >= int(rule[-1])):
@@ -237,13 +238,18 @@ class InferenceConfig:
     @property
     def endpoint_urls(self) -> list[str]:
         """The endpoint's URLs as a list, with ``${NAME}`` not replaced."""
-        urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else list(self.endpoint_url or [])
+        if isinstance(self.endpoint_url, str):
+            urls = [self.endpoint_url]
+        else:
+            urls = list(self.endpoint_url or [])
         return [url.strip() for url in urls]
 
     @property
     def said(self) -> str:
         """What stands before a message about one of several models: "judge: "."""
-        return f"{self.name}: " if self.name else ""
+        if self.name:
+            return f"{self.name}: "
+        return ""
 
     def server_name(self, server: int | str) -> str:
         """Of one of its servers, within the rank: "0", or "judge 0"."""
@@ -252,12 +258,16 @@ class InferenceConfig:
     @property
     def gpus_each(self) -> int:
         """How many GPUs one of the servers gets, where they are divided."""
-        return self.engine.gpus_per_server(self) if self.gpus is None else self.gpus // self.replicas
+        if self.gpus is None:
+            return self.engine.gpus_per_server(self)
+        return self.gpus // self.replicas
 
     @property
     def servers(self) -> int:
         """How many servers a task sends requests to: those that it launches, or the endpoint's URLs."""
-        return len(self.endpoint_urls) if self.server_type == "endpoint" else self.replicas
+        if self.server_type == "endpoint":
+            return len(self.endpoint_urls)
+        return self.replicas
 
     @property
     def server_drain_sec(self) -> float:
@@ -290,7 +300,10 @@ class InferenceConfig:
         else:
             return None
         if not key.reveal().isprintable() or key.reveal() != key.reveal().strip():
-            where = f"api_key_env: the value of {self.api_key_env}" if self.api_key_env else "api_key: the key"
+            if self.api_key_env:
+                where = f"api_key_env: the value of {self.api_key_env}"
+            else:
+                where = "api_key: the key"
             raise ConfigError(f"{where} holds a space at an end, a line break or another control character. Remove it.")
         return key
 
@@ -420,7 +433,9 @@ class Nodes:
         """DATATROVE_NODE_RANK is -1 if each task has one node. DATATROVE_NODE_IPS may then name other tasks' nodes."""
         rank = int(os.environ.get("DATATROVE_NODE_RANK", "-1"))
         hosts = tuple(host.strip() for host in os.environ.get("DATATROVE_NODE_IPS", "").split(",") if host.strip())
-        return cls(rank, hosts) if rank >= 0 and len(hosts) > 1 else cls()
+        if rank >= 0 and len(hosts) > 1:
+            return cls(rank, hosts)
+        return cls()
 
     @property
     def count(self) -> int:
@@ -610,7 +625,10 @@ class Engine:
         """
         if kind == "json_schema":
             return {"response_format": {"type": kind, kind: {"name": "answer", "schema": value, "strict": True}}}
-        instead = "json_schema with an enum" if kind == "choice" else "json_schema"
+        if kind == "choice":
+            instead = "json_schema with an enum"
+        else:
+            instead = "json_schema"
         return f"OpenAI's API takes no {kind}; use {instead}"
 
     def lacks(self, way: str) -> str:
@@ -645,7 +663,8 @@ def visible_gpus() -> list[str]:
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    return [str(index) for index in range(sum(1 for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)))]
+    devices = [path for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)]
+    return [str(index) for index in range(len(devices))]
 
 
 def arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:
@@ -663,8 +682,13 @@ def flag(name: str, value: object, *, joined: bool = False) -> tuple[str, ...]:
         return (f"--{name}",)
     if value is False:
         return (f"--no-{name}",)
-    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-    return (f"--{name}={text}",) if joined else (f"--{name}", text)
+    if isinstance(value, dict | list):
+        text = json.dumps(value)
+    else:
+        text = str(value)
+    if joined:
+        return (f"--{name}={text}",)
+    return (f"--{name}", text)
 
 
 def dashed(name: str) -> str:

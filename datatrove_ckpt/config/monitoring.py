@@ -95,7 +95,8 @@ class MonitoringConfig:
         Raises:
             ConfigError: a variable in the path of MLflow's folder is not set here.
         """
-        name, uri = self.name_of_run(checkpoints, str(run["output_folder"])), self.mlflow_uri
+        name = self.name_of_run(checkpoints, str(run["output_folder"]))
+        uri = self.mlflow_uri
         if uri is not None and ":" not in uri and uri != "databricks":
             uri = expand_path("monitoring.mlflow_uri", uri).as_uri()
         tasks = run["tasks"]

@@ -102,7 +102,10 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
     check_step_order(plan.pipeline)
     if plan.tasks < 1:
         raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
-    wrong = [] if plan.depends is None else check_job(plan.depends, dry_run)
+    if plan.depends is None:
+        wrong = []
+    else:
+        wrong = check_job(plan.depends, dry_run)
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             _check_tasks(plan)
@@ -125,7 +128,8 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
     local = {name: one for name, one in folders.items() if isinstance(one, DataFolder) and one.is_local()}
     lost = [name for name, folder in local.items() if not is_kept(folder.resolve_paths(""))]
     for runner in plan.runners:
-        step, mirror = runner.step, runner.step.checkpoints_remote_dir
+        step = runner.step
+        mirror = runner.step.checkpoints_remote_dir
         if step.checkpoints_local_dir is None:
             lost.append("checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)")
         elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
@@ -187,7 +191,8 @@ def _check_tasks(plan: RunPlan) -> None:
 def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
     use(runner.step.door)
     refuse_resharded(root)
-    skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
+    skipped = _skipped(plan)
+    mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
@@ -218,14 +223,17 @@ def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, ski
         folder: where the checkpoints are read: ``root``, or what was restored from the mirror.
         skipped: the ranks that have a marker.
     """
-    step, identity, ranks = runner.step, runner.identity, plan.local_ranks
+    step = runner.step
+    identity = runner.identity
+    ranks = plan.local_ranks
 
     def counts(change: Change) -> bool:
         """A retry takes dead letters with any settings, but each rank takes its own."""
         return not step.retry_dead_letters or change.field == "tasks"
 
     def explained(rank: int, why: str) -> str:
-        checkpoint, marker = rank_folder(root, rank), plan.marker(rank)
+        checkpoint = rank_folder(root, rank)
+        marker = plan.marker(rank)
         return f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
 
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, counts)
@@ -238,9 +246,15 @@ def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, ski
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
-        them = "it" if len(missing) == 1 else "them"
+        if len(missing) == 1:
+            them = "it"
+        else:
+            them = "them"
         mirror = step.checkpoints_remote_dir
-        holds = f"neither {root} nor {mirror} holds a" if mirror else f"{root} holds no"
+        if mirror:
+            holds = f"neither {root} nor {mirror} holds a"
+        else:
+            holds = f"{root} holds no"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "
             "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
@@ -258,7 +272,10 @@ def _refuse_changes(
 ) -> None:
     """Raises, unless the changes are accepted and there is a task that they can be applied to."""
     kept = [rank for rank in found.ranks if rank in skipped]
-    finished = f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is." if kept else ""
+    if kept:
+        finished = f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is."
+    else:
+        finished = ""
     may_mix = not found.is_layout and len(skipped) < tasks
     if runner.step.accept_changes and may_mix:
         if finished:
@@ -399,14 +416,18 @@ def _check_inputs(plan: RunPlan) -> None:
             continue
         names = list_input(step).names
         if not names:
-            pattern = f' that match "{step.glob_pattern}"' if step.glob_pattern else ""
+            if step.glob_pattern:
+                pattern = f' that match "{step.glob_pattern}"'
+            else:
+                pattern = ""
             raise ConfigError(f"{place} contains no files{pattern}.")
         check_codecs(place, step, names)
 
 
 def check_listed(place: str, reader: Any) -> None:
     """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
-    url, pattern = reader.data_folder.resolve_paths(""), reader.glob_pattern
+    url = reader.data_folder.resolve_paths("")
+    pattern = reader.glob_pattern
     try:
         names = list_input(reader).names
     except FileNotFoundError as error:
@@ -451,7 +472,9 @@ def _check_hub(plan: RunPlan) -> None:
 def committed_here(runner: RunnerPlan) -> Callable[[], int] | None:
     """Counts the output files that a runner's checkpoints on this machine name; None if it has none here."""
     root = runner.root
-    return None if root is None else partial(committed_files, runner.step.output_writer, root)
+    if root is None:
+        return None
+    return partial(committed_files, runner.step.output_writer, root)
 
 
 @gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
@@ -472,14 +495,20 @@ def check_output(
     """
     found = {}
     for runner in plan.runners:
-        if (root := runner.root) is not None and runner.index not in without:
+        root = runner.root
+        if root is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here; of jobs all can.
             mirror = runner.step.checkpoints_remote_dir
             here = plan.as_jobs or (plan.is_local and mirror is None)
-            ranks = plan.local_ranks if before and here else ()
-            want = Want.COMMITS if before else Want.COMMITS | Want.HISTORY
-            output = plan, runner.step.output_writer, root, ranks, patience_seconds, want, mirror
-            found[root] = check_output_of_run(*output)
+            ranks: Iterable[int] = ()
+            want = Want.COMMITS | Want.HISTORY
+            if before:
+                want = Want.COMMITS
+            if before and here:
+                ranks = plan.local_ranks
+            found[root] = check_output_of_run(
+                plan, runner.step.output_writer, root, ranks, patience_seconds, want, mirror
+            )
     return found
 
 
@@ -513,9 +542,13 @@ def check_output_of_run(
         OutputFailed: the folder cannot be listed.
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
-    logging_dir, tasks = plan.logging_dir.resolve_paths(""), plan.tasks
+    logging_dir = plan.logging_dir.resolve_paths("")
+    tasks = plan.tasks
     check = OutputCheck(writer, checkpoints, mirror, logging_dir)
-    numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
+    if checkpoints.is_dir():
+        numbers = rank_numbers(checkpoints)
+    else:
+        numbers = []
     retries = retry_folders(checkpoints)
     job = JobSums()
 
@@ -538,7 +571,10 @@ def check_output_of_run(
         if rank_commits.is_finished:
             check.refuse_unknown(rank_commits, found)
         elif rank_commits.has_run:
-            own = published_names(checkpoints, rank_commits.rank) if found.by_rank[rank_commits.rank] else None
+            if found.by_rank[rank_commits.rank]:
+                own = published_names(checkpoints, rank_commits.rank)
+            else:
+                own = None
             check.refuse_strangers(rank_commits, found, own)
     check.refuse_other_ranks(found, tasks)
     return job

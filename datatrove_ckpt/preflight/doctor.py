@@ -74,18 +74,26 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
 
 def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
-    look = Look(plan := RunPlan(executor))
+    plan = RunPlan(executor)
+    look = Look(plan)
     yield from about("pipeline", _check_steps(executor, plan))
     yield from about(written.logging_dir, check_remote(plan.logging_dir))
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
-        place = f"pipeline[{index}] " if len(runners) > 1 else ""
+        if len(runners) > 1:
+            place = f"pipeline[{index}] "
+        else:
+            place = ""
         if isinstance(step, BaseReader):
             checks, sample = check_input(step, plan.tasks, plan.waits)
             yield from about(f"{place}input", checks)
-            look.sample = look.sample if look.sample.number else sample
-        if (runner := runners.get(index)) is not None:
+            if look.sample.number:
+                look.sample = look.sample
+            else:
+                look.sample = sample
+        runner = runners.get(index)
+        if runner is not None:
             found = list(check_runner(look, place, runner))
             if any((one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output") for one in found):
                 unreachable.append(index)
@@ -114,7 +122,8 @@ def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]
 
 def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding]:
     """The checks of what one runner names. ``place``: stands before the subjects."""
-    step, remote = runner.step, runner.step.checkpoints_remote_dir
+    step = runner.step
+    remote = runner.step.checkpoints_remote_dir
     yield from about(f"{place}input", _check_prompt(look, runner))
     for config in step.models.values():
         yield from about(f"{place}{config.server_name('server')}", _check_server(look.plan, step, config))
@@ -140,14 +149,16 @@ def _check_server(plan: RunPlan, step: InferenceRunner, config: InferenceConfig)
     if plan.as_jobs and config.server_type != "endpoint":
         yield Finding("ok", "ready", f"the jobs install {config.server_type}, unless their image has it.")
         return
-    yield (ready := tried("ready", partial(_server_is_ready, config)))
+    ready = tried("ready", partial(_server_is_ready, config))
+    yield ready
     if config is step.model:
         yield _check_open_files([*step.models.values()])
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
     if config.server_type == "endpoint" and ready.state == "ok":
         yield from check_endpoints(config)
-    if plan.as_jobs and (here := [url for url in config.endpoint_urls if _ONLY_HERE.search(url)]):
+    here = [url for url in config.endpoint_urls if _ONLY_HERE.search(url)]
+    if plan.as_jobs and here:
         yield Finding("warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach.")
 
 
@@ -164,7 +175,9 @@ def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
     if step.checkpoints_local_dir is None:
         yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
         return
-    folder, mirrored, moves = step.checkpoints_root, step.checkpoints_remote_dir is not None, not look.plan.is_local
+    folder = step.checkpoints_root
+    mirrored = step.checkpoints_remote_dir is not None
+    moves = not look.plan.is_local
     files = _FILES_PER_RANK * look.plan.at_once
     yield from answered(folder, check_checkpoints(folder, files, mirrored, moves))
 
@@ -183,8 +196,13 @@ def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
 
 def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     """Writes a document to memory, with an answer that is made up."""
-    step, writer, name = runner.step, runner.step.output_writer, writer_name(runner.step.output_writer)
-    document = decode(look.sample.first) if look.sample.first else Document(text="text", id="id")
+    step = runner.step
+    writer = runner.step.output_writer
+    name = writer_name(runner.step.output_writer)
+    if look.sample.first:
+        document = decode(look.sample.first)
+    else:
+        document = Document(text="text", id="id")
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
         check_writable(writer, 0, encode(document), document.id)
@@ -198,7 +216,8 @@ def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
 
 
 def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
-    private, committed = private_if_made(runner.step.output_writer), committed_here(runner)
+    private = private_if_made(runner.step.output_writer)
+    committed = committed_here(runner)
     look = partial(check_access, hub, private, only_look=True, committed=committed)
     return tried("reachable", lambda: within(REMOTE_SECONDS, look, hub.url))
 
@@ -258,7 +277,8 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
 def _check_open_files(models: Sequence[InferenceConfig]) -> Finding:
     """Compares the need of one task with the hard limit of this machine."""
     requests = sum(requests_at_once(config.max_concurrent_generations, config.servers) for config in models)
-    needed, allowed = files_needed(requests, sum(config.servers for config in models)), limits()[1]
+    needed = files_needed(requests, sum(config.servers for config in models))
+    allowed = limits()[1]
     if allowed < needed:
         return Finding("problem", "open files", too_low(requests, needed, allowed))
     text = f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
@@ -273,7 +293,10 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
         return Finding("problem", what, str(error), subject)
     if not found or not isinstance(found, list):
         return Finding("ok", what, "nothing differs.", subject)
-    more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
+    if len(found) > 1:
+        more = f" There are {len(found)} such tasks."
+    else:
+        more = ""
     return Finding("warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject)
 
 

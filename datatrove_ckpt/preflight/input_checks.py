@@ -71,7 +71,8 @@ def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[li
         text = "is not read: only readers of files are tested."
         return [Finding("ok", "readable", text)], Sample()
     where = reader.data_folder.resolve_paths("")
-    is_dataset, whole = isinstance(reader, HuggingFaceDatasetReader), reader
+    is_dataset = isinstance(reader, HuggingFaceDatasetReader)
+    whole = reader
     if is_dataset:
         reader = reader.preview()
     try:
@@ -84,7 +85,10 @@ def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[li
         text = f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's arguments."
         return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
     if not sample.number:
-        files = "" if names else ": no file matches"
+        if names:
+            files = ""
+        else:
+            files = ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
     text = f"{where}: the first {plural(sample.number, 'document')} read."
@@ -154,8 +158,13 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     """For datatrove's own readers; ours say it themselves."""
     text = ""
     with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
-        text = explain(reader, names[0]) if names else ""
-    return f"{names[0]!r}: {text}" if text else f"Check {written.input} and text_key."
+        if names:
+            text = explain(reader, names[0])
+        else:
+            text = ""
+    if text:
+        return f"{names[0]!r}: {text}"
+    return f"Check {written.input} and text_key."
 
 
 def check_shares(files: int, tasks: int) -> Finding:
@@ -187,7 +196,8 @@ def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
     """
     compression = getattr(reader, "compression", None)
     for name in names:
-        if advice := missing_codec(compression, name):
+        advice = missing_codec(compression, name)
+        if advice:
             raise ConfigError(f'{place}: "{name}" cannot be read: {advice}')
 
 
@@ -243,7 +253,10 @@ def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     records = []
     for rank in rank_numbers(root) if root.is_dir() else []:
         folder = rank_folder(root, rank)
-        record = ShardRecord.read(folder / SHARD) if is_finished(folder) else None
+        if is_finished(folder):
+            record = ShardRecord.read(folder / SHARD)
+        else:
+            record = None
         # Another number of tasks is refused as such, and not for the files that each rank would get by it.
         if record is not None and read_run(folder / RUN).get("tasks") == plan.tasks:
             records.append((rank, record))
@@ -267,14 +280,19 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
 
 def _who(ranks: Sequence[int]) -> str:
     others = len(ranks) - 1
-    return f"rank {ranks[0]} has" if not others else f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
+    if not others:
+        return f"rank {ranks[0]} has"
+    return f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
 
 
 def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]) -> int:
     """Returns the number of files that were compared."""
     # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
-    inputs = None if is_whole else list_input(reader)
+    if is_whole:
+        inputs = None
+    else:
+        inputs = list_input(reader)
     now = then = {file.name: file for record in records.values() for file in record.files}
     if inputs is not None:
         known = [index for index, name in enumerate(inputs.names) if name in then]
@@ -282,17 +300,22 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
     removed = {name for name in then if name not in now or now[name].size == MISSING}
     compared = {name: _difference(then[name], now[name]) for name in then.keys() - removed}
     changed = {name: text for name, text in compared.items() if text}
-    added, options = set[str](), dict[str, str]()
+    added = set[str]()
+    options = dict[str, str]()
     ranks = []  # those that something of it concerns
-    options_now, seed = options_of(reader), getattr(reader, "shuffle_seed", None)
+    options_now = options_of(reader)
+    seed = getattr(reader, "shuffle_seed", None)
     for rank, record in records.items():
         read = {file.name for file in record.files}
         if rank in resuming:
             if any(changed.get(name) == _OTHER_CONTENT for name in read):
                 ranks.append(rank)
             continue
-        names = [file.name for file in record.files] if inputs is None else inputs.of_rank(rank, tasks).names
-        names = names if seed is None else shuffled_names(names, seed)
+        names: Sequence[str] = [file.name for file in record.files]
+        if inputs is not None:
+            names = inputs.of_rank(rank, tasks).names
+        if seed is not None:
+            names = shuffled_names(names, seed)
         would_read = set(names[: len(record.files)] if record.limited else names)
         added |= would_read - read
         old = {name: value for name, value in record.options.items() if value != options_now[name]}
@@ -301,7 +324,10 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
             ranks.append(rank)
     if ranks:
         all_finished = {*range(tasks)} <= records.keys() - resuming
-        where = "added" if all_finished else "added, or moved here from another rank"
+        if all_finished:
+            where = "added"
+        else:
+            where = "added, or moved here from another rank"
         lines = [
             *_line("removed", map(repr, sorted(removed))),
             *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
@@ -336,13 +362,20 @@ def _is_gone(reader: BaseDiskReader) -> bool:
 def _difference(then: FileRecord, now: FileRecord) -> str:
     if then.size != now.size:
         return f"had {then.size} bytes, has {now.size}"
-    return _OTHER_CONTENT if then.sample and now.sample and then.sample != now.sample else ""
+    if then.sample and now.sample and then.sample != now.sample:
+        return _OTHER_CONTENT
+    return ""
 
 
 def _line(what: str, names: Iterable[str]) -> list[str]:
     names = list(names)
-    more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
-    return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"] if names else []
+    if len(names) > _NAMED_FILES:
+        more = f" and {len(names) - _NAMED_FILES} more"
+    else:
+        more = ""
+    if names:
+        return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"]
+    return []
 
 
 def rows_without_document(root: Path) -> SkippedLines:

@@ -99,7 +99,10 @@ class RunPlan:
             self.at_once = min(self.at_once, workers)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
-        self.depends = None if depends is None else RunPlan(depends)
+        if depends is None:
+            self.depends = None
+        else:
+            self.depends = RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
         self.runners = self._find_runners(getattr(executor, _COPIES, {}))
@@ -129,7 +132,10 @@ class RunPlan:
 
     def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
-        ranks = range(self.tasks) if ranks is None else ranks
+        if ranks is None:
+            ranks = range(self.tasks)
+        else:
+            ranks = ranks
         with naming_hub("logging_dir"):  # a run looks there first
             found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
@@ -140,7 +146,8 @@ class RunPlan:
 
     def forget(self, rank: int) -> None:
         """Removes a rank's marker, if it has one."""
-        if self.logging_dir.isfile(name := f"completions/{rank:05d}"):
+        name = f"completions/{rank:05d}"
+        if self.logging_dir.isfile(name):
             self.logging_dir.rm(name)
 
     def marked(self) -> dict[str, object]:

@@ -109,7 +109,10 @@ def resolve_model_path(model: str) -> Path:
         return _download(found[1], found[2])
     if model.startswith(_PACKAGE_SCHEME):
         name, _, file = model.removeprefix(_PACKAGE_SCHEME).partition("/")
-        spec = find_spec(name) if name.isidentifier() else None
+        if name.isidentifier():
+            spec = find_spec(name)
+        else:
+            spec = None
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
                 f"{written.model_name_or_path}: {model!r} names the Python package {name!r}, which is not installed in "
@@ -136,9 +139,10 @@ def _download(repo: str, file: str | None) -> Path:
     try:
         for name in (repo, f"{repo}-GGUF"):
             with suppress(RepositoryNotFoundError):
-                files = (
-                    [file] if file else sorted(one for one in HfApi().list_repo_files(name) if one.endswith(".gguf"))
-                )
+                if file:
+                    files = [file]
+                else:
+                    files = sorted(one for one in HfApi().list_repo_files(name) if one.endswith(".gguf"))
                 for kind in _QUANTISED:
                     if found := next((one for one in files if kind in one.upper()), None):
                         return Path(hf_hub_download(name, found))

@@ -12,9 +12,9 @@ processes and jobs.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 _SHORT = {
     "checkpoints_local_dir": "run_folder",
@@ -51,17 +51,13 @@ class Door:
 
     Attributes:
         form: what has the settings of the short form: a file, "the command line" or "run()"; "": the long form.
-        words: the command line; empty in Python.
+        is_command: it was started by a command.
         runner: the place of the ``InferenceRunner`` in the pipeline.
     """
 
     form: str = ""
-    words: tuple[str, ...] = ()
+    is_command: bool = False
     runner: int = 1
-
-    @property
-    def command(self) -> str:
-        return shlex.join(self.words)
 
     def name(self, setting: str) -> str:
         """A setting, a path of one, or a phrase about several, as it is written here."""
@@ -72,20 +68,10 @@ class Door:
             short = short.removeprefix(outer)
         return _SHORT.get(short, short)
 
-    def without_setting(self, setting: str) -> Door:
-        """The same command without a setting and its value: ``--tasks=2``, ``--executor.tasks 2``."""
-        kept: list[str] = []
-        words = iter(self.words)
-        for word in words:
-            flag, equals, _ = word.partition("=")
-            if flag not in (f"--{setting}", f"--executor.{setting}"):
-                kept.append(word)
-            elif not equals:
-                next(words, None)
-        return replace(self, words=tuple(kept))
-
 
 _door = Door()
+_words: Sequence[str] = ()
+"""The command line. It stays in this process: it may hold what no file may."""
 
 
 def current() -> Door:
@@ -100,14 +86,35 @@ def use(door: Door) -> None:
 
 
 @contextmanager
-def entered(door: Door) -> Iterator[None]:
-    """``use`` for a block."""
-    before = _door
+def entered(door: Door, words: Sequence[str] = ()) -> Iterator[None]:
+    """``use`` for a block. ``words``: the command line that runs the job."""
+    global _words
+    before = _door, _words
     use(door)
+    _words = words
     try:
         yield
     finally:
-        use(before)
+        use(before[0])
+        _words = before[1]
+
+
+def command() -> str:
+    """The command that runs the job; "" where there is none."""
+    return shlex.join(_words)
+
+
+def _command_without(setting: str) -> str:
+    """The same command without a setting and its value: ``--tasks=2``, ``--executor.tasks 2``."""
+    kept: list[str] = []
+    words = iter(_words)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag not in (f"--{setting}", f"--executor.{setting}"):
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return shlex.join(kept)
 
 
 def step_name(index: int, step: object) -> str:
@@ -156,16 +163,14 @@ class Setting(Remedy):
     value: bool | str = True
 
     def __str__(self) -> str:
-        if self.door.words:
+        if self.door.is_command:
             return f"add {self._flag} to the command"
         return f"pass {self.name}={self.value!r} to {self.door.form or 'InferenceRunner'}"
 
     @property
     def command(self) -> str:
-        """The whole command; "" in Python."""
-        if self.door.words:
-            return f"{self.door.command} {self._flag}"
-        return ""
+        """The whole command; "" where there is none."""
+        return f"{command()} {self._flag}" if _words else ""
 
     @property
     def _flag(self) -> str:
@@ -182,13 +187,12 @@ class Tasks(Remedy):
     number: int
 
     def __str__(self) -> str:
-        if not self.door.words:
+        if not _words:
             return f"tasks={self.number}"
+        without = _command_without("tasks")
         if self.door.form:
-            flag = f"--tasks {self.number}"
-        else:
-            flag = f"--executor.tasks={self.number}"
-        return f"{self.door.without_setting('tasks').command} {flag}"
+            return f"{without} --tasks {self.number}"
+        return f"{without} --executor.tasks={self.number}"
 
 
 @dataclass(frozen=True)

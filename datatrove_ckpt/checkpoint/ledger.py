@@ -282,7 +282,7 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     if found:
         return found
     if not checkpoints.exists():
-        raise ConfigError(f"{checkpoints} does not exist. Give the run folder, or the folder of the checkpoints.")
+        raise ConfigError(f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir.")
     if steps := [*checkpoints.glob("step-*/manifest.json")]:
         newest = max(steps, key=lambda path: path.stat().st_mtime).parent.name
         raise ConfigError(
@@ -290,8 +290,8 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
             f"restored and not saved; `datatrove-ckpt plan {checkpoints}` says how often to save."
         )
     raise ConfigError(
-        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the run folder, or "
-        "the folder of the checkpoints."
+        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the run_folder, or "
+        "that of checkpoints_local_dir."
     )
 
 

@@ -78,21 +78,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
     arguments.overrides = overrides
-    with entered(_door(arguments, given)):
+    with entered(Door(is_command=True), _run_command(arguments, given)):
         return _call(arguments)
 
 
-def _door(arguments: argparse.Namespace, given: list[str]) -> Door:
-    """What helps is a change of the command that runs the job."""
+def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
+    """The command that runs the job; empty for commands that look at a run."""
     if arguments.name not in ("run", "doctor"):
-        return Door()
+        return []
     if arguments.name == "doctor":
         if arguments.config is None:
             config = []
         else:
             config = [arguments.config]
         given = ["run", *config, *arguments.overrides]
-    return Door(words=("datatrove-ckpt", *given))
+    return ["datatrove-ckpt", *given]
 
 
 def _call(arguments: argparse.Namespace) -> int:

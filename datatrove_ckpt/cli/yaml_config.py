@@ -83,7 +83,8 @@ def load(path: str | Path) -> dict[str, Any]:
             where = f":{mark.line + 1}:{mark.column + 1}"
         else:
             where = ""
-        hint = hint or " Does a text need quotes?" * bool(re.search("character '[@`%]|mapping values", str(problem)))
+        if not hint and re.search("character '[@`%]|mapping values", str(problem)):
+            hint = " Does a text need quotes?"
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
@@ -310,12 +311,7 @@ def import_name(path: Any, place: str, what: str = "class") -> Any:
     Raises:
         ConfigError: there is no such name, or its module cannot be imported.
     """
-    if isinstance(path, str):
-        module_name, _, name = path.rpartition(".")
-    else:
-        module_name = ""
-        _ = ""
-        name = str(path)
+    module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
         hint = _did_you_mean(name, SHORT_NAMES) or "; give its import path, such as my_module.my_name."
         raise ConfigError(f'{place}: no {what} "{name}"{hint}')
@@ -358,7 +354,7 @@ def refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> Non
 
 
 def _did_you_mean(name: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.65)
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
     if close:
         return f', did you mean "{close[0]}"?'
     return ""

@@ -204,12 +204,14 @@ def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
     """The error that stops the rank when a server has failed for a request of this document."""
     document = _named(doc_id, slot)
     if isinstance(error, RequestFailed):
-        return DocumentFailed(
+        message = [
             f"A request of {document} has no answer. {error} The server's failure is not the document's, so it makes "
             "no dead letter. Fix the server and run the same command again. To go on without this document, let the "
-            "rollout return None for it before any request, and set accept_changes=True.",
-            error=error,
-        )
+            "rollout return None for it before any request, and ",
+            Setting("accept_changes"),
+            ".",
+        ]
+        return DocumentFailed(message, error=error)
     if isinstance(error, ServerUnavailable):
         return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")
     return error

@@ -34,7 +34,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
-from datatrove_ckpt.doors import StartOver, step_place, use, written
+from datatrove_ckpt.doors import step_place, use, written
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
@@ -182,9 +182,7 @@ def _check_tasks(plan: RunPlan) -> None:
         raise CheckpointMismatch(
             f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run as complete:\n"
             f"  tasks: {tasks} -> {plan.tasks}\n"
-            "Go on with the old number of tasks, or choose ",
-            StartOver(),
-            " for the new one.",
+            "Go on with the old number of tasks, or choose another logging_dir (and output) for the new one."
         )
 
 

@@ -20,12 +20,13 @@ from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.doors import written
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
-from datatrove_ckpt.formatting import error_text, plural
+from datatrove_ckpt.formatting import duration, error_text, plural
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder, check_access, private_if_made
+from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.writers import check_writable
 from datatrove_ckpt.preflight.before_run import check_job, check_output, check_steps, committed_here
@@ -88,9 +89,7 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
         if isinstance(step, BaseReader):
             checks, sample = check_input(step, plan.tasks, plan.waits)
             yield from about(f"{place}input", checks)
-            if look.sample.number:
-                look.sample = look.sample
-            else:
+            if not look.sample.number:
                 look.sample = sample
         runner = runners.get(index)
         if runner is not None:
@@ -98,16 +97,17 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
             if any((one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output") for one in found):
                 unreachable.append(index)
             yield from found
-    yield from about("job", _check_earlier(executor, plan, unreachable))
+    yield from about("job", _check_earlier(executor, unreachable))
 
 
-def _check_earlier(executor: PipelineExecutor, plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Finding]:
-    earlier: list[tuple[str, str, Callable[[], object]]] = [
-        ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
-        ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
-        ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
-    ]
+def _check_earlier(executor: PipelineExecutor, unreachable: Sequence[int]) -> Iterator[Finding]:
     with checkpoints_seen(executor, dry_run=True) as said:
+        plan = RunPlan(executor)  # with the copies that are seen now
+        earlier: list[tuple[str, str, Callable[[], object]]] = [
+            ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
+            ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
+            ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
+        ]
         for each in earlier:
             found = _compared(*each)
             yield replace(found, message=said(found.message))
@@ -134,6 +134,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
         yield from about(f"{place}mirror", check_remote(remote, deletes=True))
     if step.monitoring.wants_metrics or step.monitoring.wants_tracking:
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
+    yield from about(f"{place}output", check_rules_of_hub(look, step))
 
 
 def _check_prompt(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
@@ -213,6 +214,13 @@ def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
     else:
         yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
+
+
+def check_rules_of_hub(look: Look, step: InferenceRunner) -> Iterator[Finding]:
+    """Compares a job whose output is on the hub with the hub's rules."""
+    hub = HubFolder.of(step.output_writer.output_folder)
+    if hub is not None and not hub.is_bucket:
+        yield check_commits(look.plan.tasks, step.hub_pace)
 
 
 def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
@@ -303,3 +311,18 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
 # run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals and staged files.
 _FILES_PER_RANK = 20
 _STAGED_PER_RANK = 4
+_HOURS_OF_COMMITS = 24
+
+
+def check_commits(tasks: int, pace: CommitPace) -> Finding:
+    """Compares the commits of a job, one of each task at least, with what the hub allows to a free account."""
+    text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
+    if pace.per_hour > COMMITS_PER_HOUR:
+        text += f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to an hour."
+    if tasks <= _HOURS_OF_COMMITS * pace.per_hour:
+        return Finding("ok", "commits", text)
+    text += (
+        f" Each of {plural(tasks, 'task')} makes one commit at least, which takes "
+        f"{duration(tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several repositories."
+    )
+    return Finding("warning", "commits", text)

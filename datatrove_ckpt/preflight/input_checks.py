@@ -26,7 +26,7 @@ from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import NoDocument, explain, is_on_hub
-from datatrove_ckpt.readers.inputs import MISSING, list_input, options_of, sample_files, shuffled_names
+from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import (
@@ -76,7 +76,8 @@ def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[li
     if is_dataset:
         reader = reader.preview()
     try:
-        names = within(REMOTE_SECONDS, lambda: _list(reader), where)
+        inputs = within(REMOTE_SECONDS, lambda: _list(reader), where)
+        names = list(inputs.names)
         check_codecs(where, reader, names)
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, len(names)), where)
         if not is_dataset:
@@ -84,6 +85,8 @@ def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[li
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's arguments."
         return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
+    if not sample.number and names and not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
+        return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
     if not sample.number:
         if names:
             files = ""
@@ -116,12 +119,11 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
         raise next(iter(sample.refused.values()))
 
 
-def _list(reader: BaseDiskReader) -> list[str]:
-    """The names of all files."""
+def _list(reader: BaseDiskReader) -> Inputs:
     folder = reader.data_folder
     if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
         raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct {written.data_folder}.")
-    return list(list_input(reader).names)
+    return list_input(reader)
 
 
 def _read_some(reader: BaseDiskReader, files: int) -> Sample:

@@ -36,7 +36,7 @@ class RunnerPlan:
         before: the steps since the runner before it, which passes no documents on.
         tasks: of the job.
         is_local: the tasks run on this machine.
-        as_jobs: they run as Hugging Face Jobs, on disks that nobody else sees.
+        is_seen: they do not run as jobs, or checks look at copies of the mirrors.
         copy: of the mirror of their checkpoints, on this machine.
     """
 
@@ -45,7 +45,7 @@ class RunnerPlan:
     before: Sequence[PipelineStep]
     tasks: int
     is_local: bool
-    as_jobs: bool
+    is_seen: bool
     copy: Path | None
 
     @property
@@ -57,7 +57,7 @@ class RunnerPlan:
         """
         if self.copy is not None:
             return self.copy
-        if self.step.checkpoints_local_dir is None or self.as_jobs:
+        if self.step.checkpoints_local_dir is None or not self.is_seen:
             return None
         try:
             return self.step.checkpoints_root
@@ -105,16 +105,17 @@ class RunPlan:
             self.depends = RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
-        self.runners = self._find_runners(getattr(executor, _COPIES, {}))
+        self.runners = self._find_runners(getattr(executor, _COPIES, None))
         no_bars_in_logs()
 
-    def _find_runners(self, copies: dict[int, Path]) -> list[RunnerPlan]:
+    def _find_runners(self, copies: dict[int, Path] | None) -> list[RunnerPlan]:
+        is_seen = not self.as_jobs or copies is not None
         found: list[RunnerPlan] = []
         before: list[PipelineStep] = []
         for index, step in enumerate(self.pipeline):
             if isinstance(step, InferenceRunner):
-                copy = copies.get(index)
-                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local, self.as_jobs, copy))
+                copy = (copies or {}).get(index)
+                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local, is_seen, copy))
                 before = []
             else:
                 before.append(step)
@@ -134,8 +135,6 @@ class RunPlan:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
         if ranks is None:
             ranks = range(self.tasks)
-        else:
-            ranks = ranks
         with naming_hub("logging_dir"):  # a run looks there first
             found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
@@ -193,7 +192,10 @@ def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Itera
         try:
             yield said
         except CkptError as error:
-            error.args = (said(str(error)),)
+            shown = [said(str(part)) for part in error.args]
+            error.args = tuple(
+                part if str(part) == text else text for part, text in zip(error.args, shown, strict=True)
+            )
             raise
 
 

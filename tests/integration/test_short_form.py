@@ -6,6 +6,7 @@ import errno
 import json
 import pickle
 import re
+import shlex
 import shutil
 from inspect import signature
 from pathlib import Path
@@ -23,9 +24,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.cli.execution import explain
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor, read_config
+from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.doors import Door, Repair, Setting, StartOver, Tasks, entered
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.formatting import error_text
@@ -481,13 +482,7 @@ SETTINGS = sorted(
 )
 
 
-def through(door: Door, error: CkptError) -> str:
-    """What this door prints of an error."""
-    with entered(door):
-        return str(error)
-
-
-DOORS = [Door(), Door(form="run()"), Door(words=("datatrove-ckpt", "run")), Door("job.yaml", ("datatrove-ckpt", "run"))]
+DOORS = [Door(), Door("run()"), Door(is_command=True), Door("job.yaml", is_command=True)]
 
 
 @pytest.mark.parametrize("door", DOORS, ids=["Python", "run", "long", "short"])
@@ -496,8 +491,8 @@ def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_i
     path = every.replace(" ", "_")
     cause = KeyError(every)
     text = f"input: /here/{path}: datatrove-ckpt repair /{path}, then run the same command again: {error_text(cause)}"
-    assert through(door, CkptError(text)) == text
-    with entered(door):
+    with entered(door, ["datatrove-ckpt", "run"]):
+        assert str(CkptError(text)) == text
         error = DocumentFailed([text, StartOver(" Choose ", ".")], None, cause)
         other = "run_folder" if door.form else "checkpoints_local_dir, output_folder and logging_dir"
     assert str(error) == f"{text} Choose another {other}."
@@ -506,44 +501,45 @@ def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_i
 
 
 @pytest.mark.parametrize(
-    ("door", "setting", "tasks", "repair", "over"),
+    ("door", "words", "setting", "tasks", "over"),
     [
         (
             Door(),
+            "",
             "pass accept_changes=True to InferenceRunner",
             "tasks=3",
-            "datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with --retry-dead-letters",
             "another checkpoints_local_dir, output_folder and logging_dir",
         ),
         (
-            Door(form="run()"),
+            Door("run()"),
+            "",
             "pass accept_changes=True to run()",
             "tasks=3",
-            "datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with --retry-dead-letters",
             "another run_folder",
         ),
         (
-            Door(words=("datatrove-ckpt", "run", "a b.yaml", "--executor.tasks=2"), runner=3),
+            Door(is_command=True, runner=3),
+            "datatrove-ckpt run 'a b.yaml' --executor.tasks=2",
             "add --pipeline.3.accept_changes=true to the command",
             "datatrove-ckpt run 'a b.yaml' --executor.tasks=3",
-            "datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with --retry-dead-letters",
             "another checkpoints_local_dir, output_folder and logging_dir",
         ),
         (
-            Door("a.yaml", ("datatrove-ckpt", "run", "a.yaml", "--tasks", "2", "--retry-dead-letters")),
+            Door("a.yaml", is_command=True),
+            "datatrove-ckpt run a.yaml --tasks 2 --retry-dead-letters",
             "add --accept-changes true to the command",
             "datatrove-ckpt run a.yaml --retry-dead-letters --tasks 3",
-            "datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with --retry-dead-letters",
             "another run_folder",
         ),
     ],
     ids=["Python", "run", "long", "short"],
 )
-def test_each_door_says_what_helps_in_its_own_way(door: Door, setting: str, tasks: str, repair: str, over: str) -> None:
-    with entered(door):
+def test_each_door_says_what_helps_in_its_own_way(door: Door, words: str, setting: str, tasks: str, over: str) -> None:
+    repair = "datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with --retry-dead-letters"
+    with entered(door, shlex.split(words)):
         remedies = [Setting("accept_changes"), Tasks(3), Repair("/c", "/l", retry="now"), StartOver()]
-    assert [*map(str, remedies)] == [setting, tasks, repair, over]
-    assert CheckpointMismatch("x", remedies[0], "y").remedies == remedies[:1]
+        sent = pickle.loads(pickle.dumps(CheckpointMismatch("x", *remedies, "y")))
+        assert [*map(str, sent.remedies)] == [setting, tasks, repair, over]
 
 
 @pytest.mark.parametrize("name", ["data_folder", "output_folder", "model_name_or_path", "rollout_fn"])

@@ -22,7 +22,7 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.short_form import Node, read_config, words_of
+from datatrove_ckpt.cli.short_form import Node, read_config
 from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
@@ -67,7 +67,6 @@ def k8s(arguments: argparse.Namespace) -> int:
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     source = arguments.config or "the command line"
-    arguments.words = words_of(arguments.config)
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
     refuse_other_kinds(executor, "k8s")

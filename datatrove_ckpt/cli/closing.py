@@ -77,7 +77,11 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
         ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
         causes = sum((rank.causes for rank in ranks), Counter[str]())
         often = "".join(cause for cause, _ in causes.most_common(1))
-        none = f"No document was {'written' if counts.answers else 'answered'}: {often}. "
+        if counts.answers:
+            done = "written"
+        else:
+            done = "answered"
+        none = f"No document was {done}: {often}. "
     return (
         f"{none}{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.numbers.files, 'file')} in "
         f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
@@ -102,10 +106,10 @@ def _attempts(job: JobSums) -> str:
         were = "was"
     else:
         were = "were"
-    said = (
-        f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
-        f"{plural(sent.sent, 'request')} {were} sent{f', {again} of them again' if again else ''}"
-    )
+    said = f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
+    said += f"{plural(sent.sent, 'request')} {were} sent"
+    if again:
+        said += f", {again} of them again"
     unused = sent.completion_tokens - job.counts.completion_tokens
     if unused > 0:
         return f"{said}, and {plural(unused, 'completion token')} paid that no document has."

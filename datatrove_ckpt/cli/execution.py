@@ -125,7 +125,9 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
             return _interrupted(interruption)
-        own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
+        own: Exception | None = own_error(error)
+        if own is None and isinstance(error, OSError):
+            own = explain(error, plan)
         if own is None:
             raise
         advise(own, plan)

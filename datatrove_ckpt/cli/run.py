@@ -101,8 +101,13 @@ def doctor(arguments: argparse.Namespace) -> int:
             found = plural(problems, "problem")
         else:
             found = "no problem"
-        total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
-        states = ("ok", "warning", "problem") if arguments.all else ("warning", "problem")  # what matters most, last
+        warned = "no warning"
+        if warnings:
+            warned = plural(warnings, "warning")
+        total = f"{found}, {warned}: {plural(len(checks), 'check')}"
+        states = ["warning", "problem"]  # what matters most, last
+        if arguments.all:
+            states = ["ok", *states]
         shown = [str(check) for state in states for check in checks if check.state == state]
         say("\n".join([*shown, total]))
     return code

@@ -502,17 +502,22 @@ def _suffix(name: str) -> str:
 
 def _uncompressed(name: str) -> str:
     path = PurePosixPath(name)
-    return str(path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path)
+    if path.suffix.lower() in _COMPRESSED:
+        path = path.with_suffix("")
+    return str(path)
 
 
 def _split(given: str) -> tuple[str, str]:
     """The folder of an input, and the pattern of its files; "": all."""
+    top = "."
+    if given.startswith("/"):
+        top = "/"
     if has_magic(given) and not Path(given).is_file():
         parts = given.split("/")
         first = next(index for index, part in enumerate(parts) if has_magic(part))
-        return "/".join(parts[:first]) or ("/" if given.startswith("/") else "."), "/".join(parts[first:])
+        return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
         exactly = f"{escape(name[:-1])}[{name[-1]}]"  # as it stands, it would fit all names that end so
-        return folder or ("/" if given.startswith("/") else "."), exactly
+        return folder or top, exactly
     return given, ""

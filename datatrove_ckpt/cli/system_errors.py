@@ -26,9 +26,12 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 def explain(error: OSError, plan: RunPlan) -> Exception:
     """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
     logs = plan.logging_dir
-    if refused := hub_refusal(error):
+    refused = hub_refusal(error)
+    if refused:
         there = re.match("hf://[a-z]+s/([^/]+/[^/]+)", logs.resolve_paths(""))
-        return StorageFailed(f"{written.logging_dir}: {refused}." if there and there[1] in refused else f"{refused}.")
+        if there and there[1] in refused:
+            return StorageFailed(f"{written.logging_dir}: {refused}.")
+        return StorageFailed(f"{refused}.")
     if logs.is_local():
         folders = {"logging_dir": Path(logs.resolve_paths(""))}
     else:
@@ -37,8 +40,10 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if error.errno in _FULL:
         places = [*folders.items(), ("TMPDIR", tempfile.gettempdir())]
         where = error.filename or " or ".join(f"{name} {folder}" for name, folder in places)
-        free = "Free some space and run the same command again; everything saved so far is kept."
-        return StorageFailed(f"{error.strerror}: {where}. {too_large() if error.errno == errno.EFBIG else free}")
+        advice = "Free some space and run the same command again; everything saved so far is kept."
+        if error.errno == errno.EFBIG:
+            advice = too_large()
+        return StorageFailed(f"{error.strerror}: {where}. {advice}")
     if error.errno not in _CLOSED or not isinstance(error.filename, str):
         return error
     path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it

@@ -140,12 +140,13 @@ def repair(arguments: argparse.Namespace) -> int:
         plan = make_plan(report, logging_dir)
         lines = list(plan.describe(logging_dir))
         is_needed = plan.ranks or plan.markers
-        if not is_needed:
-            lines.append("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
+        do = None
         if is_needed:
             do = partial(_repair, plan, report, logging_dir, named, place)
+        elif plan.left:
+            lines.append("There is nothing that repair can do.")
         else:
-            do = None
+            lines.append("There is nothing to repair.")
         announce(map(place.said, lines), do, arguments.dry_run)
     if plan.left:
         return 1
@@ -159,7 +160,9 @@ def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, p
     carry_out(plan, report, logging_dir)
     upload(place, plan.ranks)
     again = "Run the pipeline again to process these chunks"
-    again += ", as a retry of dead letters." if all(rank.root for rank in plan.ranks) and plan.ranks else "."
+    if plan.ranks and all(rank.root for rank in plan.ranks):
+        again += ", as a retry of dead letters"
+    again += "."
     if logging_dir is not None or not plan.ranks:
         return f"Done. {again}"
     numbers = sorted({rank.number for rank in plan.ranks})

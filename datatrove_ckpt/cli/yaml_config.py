@@ -409,7 +409,9 @@ def set_at_path(content: dict[str, Any], override: str, short: type | None = Non
             f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
         )
     node: Any = content
-    kinds: list[Any] = [] if short is None else [short]
+    kinds: list[Any] = []
+    if short is not None:
+        kinds = [short]
     *outer, last = keys
     for key in outer:
         kinds = _kinds_inside(node, kinds, key)
@@ -438,14 +440,17 @@ def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) ->
 def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
     """What the value at a key of the node may be, if the node is one of ``kinds``."""
     hint: Any = None
+    plain = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
     if isinstance(node, list):
         hint = item_hint(kinds)
     elif isinstance(node, dict) and "class_path" in node:
         with contextlib.suppress(ConfigError):  # reported with its place when the executor is built
             hint = _hint_of(import_name(node["class_path"], "class_path"), key)
-    elif len(plain := [kind for kind in kinds if dataclasses.is_dataclass(kind)]) == 1:
+    elif len(plain) == 1:
         hint = named_hint(kinds, {key: {}}) or _hint_of(plain[0], key)
-    return alternatives(Any if hint is None else hint)
+    if hint is None:
+        hint = Any
+    return alternatives(hint)
 
 
 def _hint_of(cls: Any, key: str) -> Any:

@@ -102,7 +102,10 @@ def warn_of_unknown(params: dict[str, object]) -> None:
 
 @lru_cache(maxsize=1000)
 def _warn(name: str) -> None:
-    if name not in _KNOWN and (near := get_close_matches(name, _KNOWN, 1, 0.8)):
+    if name in _KNOWN:
+        return
+    near = get_close_matches(name, _KNOWN, 1, 0.8)
+    if near:
         logger.warning(
             f"The request parameter {name!r} is not one that we know; did you mean {near[0]!r}? It is sent as it is, "
             "and many servers ignore what they do not know."

@@ -202,7 +202,11 @@ class InferenceConfig:
             default = type(self).__dataclass_fields__[name].default
             if (value is None and default is None) or (value == "auto" and name == "max_concurrent_generations"):
                 continue
-            if not (value > 0 if rule == "> 0" else value >= int(rule[-1])):
+            if rule == "> 0":
+                is_right = value > 0
+            else:
+                is_right = value >= int(rule[-1])
+            if not is_right:
                 raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
@@ -614,7 +618,9 @@ class Engine:
         within = bool(given.get("enable-dp-attention"))  # SGLang: data parallel inside the tensor parallel group
         tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")
         pp = size(config.pp, "pipeline-parallel-size", "pp-size")
-        return tp * pp * (1 if within else size(config.dp, "data-parallel-size", "dp-size", "dp"))
+        if within:
+            return tp * pp
+        return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 
     def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
         """The payload keys that make it keep to a form, or why there are none. By default those of OpenAI's API.

@@ -70,8 +70,7 @@ class Door:
     def name(self, setting: str) -> str:
         """A setting, a path of one, a phrase about several, or what is done with a job, as it is written here."""
         if setting in _ACTS:
-            in_python, on_command_line = _ACTS[setting]
-            return on_command_line if self.is_command else in_python
+            return _ACTS[setting][self.is_command]
         long, short = _PHRASES.get(setting, (setting, _SHORT.get(setting, setting)))
         if not self.form:
             return long

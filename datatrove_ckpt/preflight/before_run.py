@@ -488,7 +488,8 @@ def _check_hub(plan: RunPlan) -> None:
     """
     for runner in plan.runners:
         writer = runner.step.output_writer
-        if (hub := HubFolder.of(writer.output_folder)) is None:
+        hub = HubFolder.of(writer.output_folder)
+        if hub is None:
             continue
         if runner.step.retry_dead_letters or plan.incomplete():
             check_access(hub, private_if_made(writer), committed=committed_here(runner))
@@ -619,7 +620,8 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
         OutputMismatch: the repository is gone, with files that were committed.
         OutputFailed: the folder cannot be listed.
     """
-    if (hub := HubFolder.of(check.writer.output_folder)) is None:
+    hub = HubFolder.of(check.writer.output_folder)
+    if hub is None:
         try:
             return StoppableCalls().run(lambda: check.look(committed), ANSWER_SECONDS)
         except OSError as error:
@@ -632,7 +634,8 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
     except OutputFailed as error:
         if not is_missing_repository(error.__cause__):
             raise
-        if number := committed_files(check.writer, check.root):
+        number = committed_files(check.writer, check.root)
+        if number:
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
     files = committed.values()

@@ -286,7 +286,9 @@ def check_room(folder: Path, files: int) -> Finding:
         if status.f_favail < files:
             state = "problem"
             text += f". At least {files} inodes are needed"
-    return Finding(state, "room", text + (". Free some space, or choose another folder." if state != "ok" else "."))
+    if state == "ok":
+        return Finding(state, "room", f"{text}.")
+    return Finding(state, "room", f"{text}. Free some space, or choose another folder.")
 
 
 def _check_ranks(folder: Path) -> Iterator[Finding]:

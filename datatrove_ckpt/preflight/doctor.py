@@ -186,7 +186,8 @@ def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
 
 def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     writer = runner.step.output_writer
-    if (hub := HubFolder.of(writer.output_folder)) is not None:
+    hub = HubFolder.of(writer.output_folder)
+    if hub is not None:
         yield _check_access(runner, hub)
     elif not writer.output_folder.is_local():
         yield from check_remote(writer.output_folder)
@@ -234,10 +235,12 @@ def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     check_monitoring(config)
     path = config.metrics_file
-    if path is not None and not (folder := expand_path("", path.replace("${rank}", "0")).parent).is_dir():
-        text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
-        yield Finding("warning", "ready", text)
-        return
+    if path is not None:
+        folder = expand_path("", path.replace("${rank}", "0")).parent
+        if not folder.is_dir():
+            text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
+            yield Finding("warning", "ready", text)
+            return
     yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 

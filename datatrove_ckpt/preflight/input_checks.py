@@ -222,7 +222,11 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
     """
     compared = 0
     for runner in plan.runners:
-        if (root := runner.root) is None or not (records := _records(plan, root)):
+        root = runner.root
+        if root is None:
+            continue
+        records = _records(plan, root)
+        if not records:
             continue
         is_retry = runner.step.retry_dead_letters
         if not is_retry:  # a retry does not run the steps before it

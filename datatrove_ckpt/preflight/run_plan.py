@@ -124,7 +124,8 @@ class RunPlan:
     @property
     def kept(self) -> list[tuple[InferenceRunner, Path]]:
         """The runners whose checkpoints are on this machine, with their folders."""
-        return [(runner.step, root) for runner in self.runners if (root := runner.root) is not None]
+        roots = [(runner.step, runner.root) for runner in self.runners]
+        return [(step, root) for step, root in roots if root is not None]
 
     @property
     def retries(self) -> bool:

@@ -105,7 +105,8 @@ def resolve_model_path(model: str) -> Path:
     Raises:
         ConfigError: there is no such file, package or model.
     """
-    if (found := re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)) is not None:
+    found = re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)
+    if found is not None:
         return _download(found[1], found[2])
     if model.startswith(_PACKAGE_SCHEME):
         name, _, file = model.removeprefix(_PACKAGE_SCHEME).partition("/")
@@ -144,7 +145,8 @@ def _download(repo: str, file: str | None) -> Path:
                 else:
                     files = sorted(one for one in HfApi().list_repo_files(name) if one.endswith(".gguf"))
                 for kind in _QUANTISED:
-                    if found := next((one for one in files if kind in one.upper()), None):
+                    found = next((one for one in files if kind in one.upper()), None)
+                    if found:
                         return Path(hf_hub_download(name, found))
     except Exception as error:  # the client's are of several kinds
         cause = str(error).partition("\n")[0]

@@ -71,7 +71,8 @@ class Vllm(Engine):
         installs the script, but not the distribution named "vllm" that the script requires. So we check the metadata.
         With ``server_python``, only that environment is searched.
         """
-        if (python := config.server_python) is not None:
+        python = config.server_python
+        if python is not None:
             beside = Path(shutil.which(python) or python).with_name("vllm")
             named = beside.parent.parent.glob("lib/python*/site-packages/vllm-[0-9]*.dist-info")
             if beside.is_file() and any(named):

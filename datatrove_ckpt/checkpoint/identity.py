@@ -49,7 +49,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import has_answers
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed, VersionMismatch
-from datatrove_ckpt.errors.doors import Setting, StartOver, Tasks, written
+from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, Tasks, written
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.redaction import environment_secrets, is_surely_secret, without_secrets
 
@@ -515,7 +515,7 @@ def way_back(changes: Iterable[Change], may_mix: bool = True) -> list[object]:
     go_on = ["Go on with the old settings", *folders]
     if not may_mix or any(change.is_layout for change in changes):
         return [*go_on, "."]
-    return [*go_on, ", or ", Setting("accept_changes"), " to mix the two: what is done stays as it is."]
+    return [*go_on, ", or ", ChangeSetting("accept_changes"), " to mix the two: what is done stays as it is."]
 
 
 def records(changes: Iterable[Change]) -> list[Json]:

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.errors.doors import Setting, StartOver, current
+from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, current
 from datatrove_ckpt.preflight.run_plan import RunPlan
 
 
@@ -15,7 +15,7 @@ def advise(error: Exception, plan: RunPlan) -> None:
     """Adds the whole commands to an error that says what helps."""
     if not isinstance(error, CkptError):
         return
-    settings = [remedy for remedy in error.remedies if isinstance(remedy, Setting)]
+    settings = [remedy for remedy in error.remedies if isinstance(remedy, ChangeSetting)]
     commands = [setting.command for setting in reversed(settings)]  # what helps first stands last
     for number, command in enumerate(filter(None, commands)):
         error.add_note(f"{'or' if number else 'The whole command'}: {command}")

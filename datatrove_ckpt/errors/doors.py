@@ -171,7 +171,7 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Setting(Remedy):
+class ChangeSetting(Remedy):
     """Start again with another value of a setting of the ``InferenceRunner``."""
 
     name: str

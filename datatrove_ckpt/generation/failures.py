@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     causes,
 )
-from datatrove_ckpt.errors.doors import Setting, written
+from datatrove_ckpt.errors.doors import ChangeSetting, written
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
 from datatrove_ckpt.generation.exits import name_of
@@ -156,7 +156,7 @@ def correction(rollout_fn: object) -> list[object]:
         return []
     return [
         f" If you change the code of the rollout {name_of(rollout_fn)} for that, ",
-        Setting("accept_changes"),
+        ChangeSetting("accept_changes"),
         ": what is done and paid is kept, and the new code works on the documents that are not done.",
     ]
 
@@ -169,7 +169,7 @@ def _stop(name: str, cause: str, error: BaseException, document: Document, rule:
         way = [
             "These answers are saved, too, so the same command fails again. To go on without such documents, as dead "
             "letters, ",
-            Setting("on_document_error", "dead_letter"),
+            ChangeSetting("on_document_error", "dead_letter"),
             ". A new run drops them with invalid_answer: drop.",
         ]
     message = [f"D{name[1:]} failed: {cause}. The answers of other documents are saved. ", *way]
@@ -193,7 +193,7 @@ def _way_out(error: BaseException) -> list[object]:
         return []
     way: list[object] = [
         "To go on without each document whose request is rejected, as a dead letter, ",
-        Setting("skip_bad_requests"),
+        ChangeSetting("skip_bad_requests"),
     ]
     if _TOO_LONG.search(rejected.body):
         way.insert(0, "The prompt is longer than the model's context. ChunkedRollout splits long documents. ")
@@ -212,7 +212,7 @@ def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
             f"A request of {document} has no answer. {error} The server's failure is not the document's, so it makes "
             "no dead letter. Fix the server and run the same command again. To go on without this document, let the "
             "rollout return None for it before any request, and ",
-            Setting("accept_changes"),
+            ChangeSetting("accept_changes"),
             ".",
         ]
         return DocumentFailed(message, error=error)

@@ -28,7 +28,8 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor, read_config
 from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
-from datatrove_ckpt.errors.doors import Door, Repair, Setting, StartOver, Tasks, entered
+from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, StartOver, Tasks, entered
+from datatrove_ckpt.executor import given_up_error
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
@@ -476,6 +477,7 @@ def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command:
 
 SETTINGS = sorted(
     {"executor", "InferenceConfig", "InferenceRunner", "pipeline[1] JsonlReader", "an adapter", "class_path"}.union(
+        ("--worker", "without --worker", "run()", "by run_worker()", "--retry-dead-letters", "--cancel"),
         *(signature(one).parameters for one in (InferenceRunner, InferenceConfig, LocalPipelineExecutor)),
         *(signature(one).parameters for one in (JsonlReader, JsonlWriter)),
     )
@@ -493,6 +495,7 @@ def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_i
     text = f"input: /here/{path}: datatrove-ckpt repair /{path}, then run the same command again: {error_text(cause)}"
     with entered(door, ["datatrove-ckpt", "run"]):
         assert str(CkptError(text)) == text
+        assert f"  task 1: {text}\n" in str(given_up_error({1: text}, 2)), "as a claim keeps it"
         error = DocumentFailed([text, StartOver(" Choose ", ".")], None, cause)
         other = "run_folder" if door.form else "checkpoints_local_dir, output_folder and logging_dir"
     assert str(error) == f"{text} Choose another {other}."
@@ -540,9 +543,17 @@ def test_each_door_says_what_helps_in_its_own_way(door: Door, words: str, settin
         again = "--retry-dead-letters"
     repair = f"datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with {again}"
     with entered(door, shlex.split(words)):
-        remedies = [Setting("accept_changes"), Tasks(3), Repair("/c", "/l", retry="now"), StartOver()]
+        remedies = [ChangeSetting("accept_changes"), Tasks(3), Repair("/c", "/l", retry="now"), StartOver()]
         sent = pickle.loads(pickle.dumps(CheckpointMismatch("x", *remedies, "y")))
         assert [*map(str, sent.remedies)] == [setting, tasks, repair, over]
+
+
+def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks() -> None:
+    with entered(Door("a.yaml", is_command=True), shlex.split("datatrove-ckpt run a.yaml --worker --tasks=2")):
+        assert ChangeSetting("accept_changes").command == "datatrove-ckpt run a.yaml --tasks=2 --accept-changes true"
+        assert str(Tasks(3)) == "datatrove-ckpt run a.yaml --tasks 3"
+        assert str(given_up_error({1: "x"}, 2)).endswith("run the job again (without --worker) to resume.")
+    assert str(given_up_error({1: "x"}, 2)).endswith("run the job again (by run()) to resume.")
 
 
 @pytest.mark.parametrize("name", ["data_folder", "output_folder", "model_name_or_path", "rollout_fn"])

@@ -144,7 +144,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(**{name: value for name, value in given.items() if name not in own})
         except ValueError as error:
-            raise ConfigError(f"executor: {error}".replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
+            raise ConfigError(str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
         self.cancel_on_interrupt = cancel_on_interrupt
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
@@ -232,8 +232,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         if lost := lost_with_disk(RunPlan(self), lambda folder: "://" in folder):
             raise ConfigError(
-                "executor: a job of Hugging Face starts with an empty disk, which goes with it. Set to a URL "
-                f"(hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
+                f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes with it. Set to a "
+                f"URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
             )
         self._secrets()
         own_files()
@@ -593,7 +593,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     how = "Log in (hf auth login), or export"
                 else:
                     how = "Export"
-                raise ConfigError(f"executor: secrets: {name} is not set here, and the jobs need it. {how} it.")
+                raise ConfigError(
+                    f"{written.executor}: secrets: {name} is not set here, and the jobs need it. {how} it."
+                )
         return found
 
     def _upload(self) -> None:

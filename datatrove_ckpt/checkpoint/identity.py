@@ -347,7 +347,7 @@ class RunClaim:
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
             self._accepted = old.pop("accepted_changes", [])
-            self._accepted += _accept(folder, changes, identity, accept_changes)
+            self._accepted += _accept(folder, changes, accept_changes)
         else:
             refuse_missing_run_json(folder)
 
@@ -440,7 +440,7 @@ def check_run(content: object) -> Json:
     return content
 
 
-def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: bool) -> list[Json]:
+def _accept(folder: Path, changes: list[Change], accept: bool) -> list[Json]:
     if not changes:
         return []
     if not holds_work(folder):

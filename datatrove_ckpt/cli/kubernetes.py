@@ -26,6 +26,7 @@ from datatrove_ckpt.cli.short_form import Node, read_config
 from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import lost_with_disk, refuse_without_claims
 from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -93,10 +94,11 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
     """
     if not isinstance(executor, LocalPipelineExecutor):
         given = type(executor).__name__
-        raise ConfigError(f"executor: {command} needs class_path: LocalPipelineExecutor; it is {given}.")
+        raise ConfigError(f"{written.executor}: {command} needs {written.local_tasks}; it is {given}.")
     if executor.depends is not None:
         raise ConfigError(
-            "executor: depends: each worker would run that job. Run it first, as one of its own, and remove this."
+            f"{written.executor}: depends: each worker would run that job. Run it first, as one of its own, and remove "
+            "this."
         )
 
 

@@ -42,6 +42,8 @@ _PHRASES = {
     "or_adapter": (", or write an adapter", ""),
     "and_adapter": (" and the adapter of the reader", ""),
     "in_default_params": (" in default_generation_params", ""),
+    "run_here": ("use class_path: LocalPipelineExecutor", "leave slurm out"),
+    "local_tasks": ("class_path: LocalPipelineExecutor", "a job without slurm and jobs"),
     "may_hold_variables": (" (checkpoints_local_dir may contain variables.)", ""),
 }
 _ACTS = {
@@ -71,6 +73,8 @@ class Door:
         """A setting, a path of one, a phrase about several, or what is done with a job, as it is written here."""
         if setting in _ACTS:
             return _ACTS[setting][self.is_command]
+        if setting == "executor" and self.form:
+            return self.form
         long, short = _PHRASES.get(setting, (setting, _SHORT.get(setting, setting)))
         if not self.form:
             return long
@@ -145,11 +149,18 @@ def step_place(index: int, step: object) -> str:
     return _door.form or step_name(index, step)
 
 
+def setting_of(setting: str, place: str) -> str:
+    """A setting of a step; the short form has it once, so its name tells all."""
+    if _door.form:
+        return _door.name(setting)
+    return f"{setting} of {place}"
+
+
 class _Names:
     """The names of settings, as attributes; called with the path of a setting, its name. See the module."""
 
     def __getattr__(self, name: str) -> str:
-        if name not in {**_SHORT, **_PHRASES, **_ACTS}:
+        if name != "executor" and name not in {**_SHORT, **_PHRASES, **_ACTS}:
             raise AttributeError(name)
         return _door.name(name)
 

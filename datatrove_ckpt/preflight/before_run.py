@@ -35,7 +35,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
-from datatrove_ckpt.errors.doors import step_place, use, written
+from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
@@ -111,20 +111,23 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
     Args:
         is_kept: whether a folder outlives the machine.
     """
-    folders: dict[str, object] = {"logging_dir": plan.logging_dir}
+    folders: list[tuple[str, object]] = [(written.logging_dir, plan.logging_dir)]
     for index, step in enumerate(plan.pipeline):
-        folders[f"data_folder of pipeline[{index}]"] = getattr(step, "data_folder", None)
-    folders |= {f"output_folder of {place}": writer.output_folder for place, writer in writers_of(plan.pipeline)}
-    local = {name: one for name, one in folders.items() if isinstance(one, DataFolder) and one.is_local()}
-    lost = [name for name, folder in local.items() if not is_kept(folder.resolve_paths(""))]
+        name = setting_of("data_folder", f"pipeline[{index}]")
+        folders.append((name, getattr(step, "data_folder", None)))
+    folders += [
+        (setting_of("output_folder", place), writer.output_folder) for place, writer in writers_of(plan.pipeline)
+    ]
+    local = [(name, folder) for name, folder in folders if isinstance(folder, DataFolder) and folder.is_local()]
+    lost = [name for name, folder in local if not is_kept(folder.resolve_paths(""))]
     for runner in plan.runners:
         step = runner.step
         mirror = runner.step.checkpoints_remote_dir
         if step.checkpoints_local_dir is None:
             lost.append("checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)")
         elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
-            lost.append("checkpoints_remote_dir (the mirror of checkpoints_local_dir)")
-    return lost
+            lost.append(f"checkpoints_remote_dir (the mirror of {written.checkpoints_local_dir})")
+    return list(dict.fromkeys(lost))
 
 
 def check_step_order(pipeline: Sequence[object]) -> None:

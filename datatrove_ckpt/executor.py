@@ -43,6 +43,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import all_are, plural, plural_is
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
@@ -375,7 +376,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             locked = left & claims.locked
             if locked and self._is_worker:
                 raise CheckpointLocked(
-                    f"{plural_is(len(locked), 'task')} run by processes that were started without --worker. Task "
+                    f"{plural_is(len(locked), 'task')} run by processes that were started {written.as_run}. Task "
                     f"{min(locked)} is the first. Wait for them, and start this command again."
                 )
             given_up = claims.given_up()
@@ -647,14 +648,15 @@ def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
     named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
     return GivenUp(
         f"{len(causes)} of {tasks} tasks are not complete, because they were given up:{named}\nCorrect the cause, and "
-        "run the job again (without --worker) to resume."
+        f"run the job again ({written.as_run}) to resume."
     )
 
 
 def _runs_all(processes: Sequence[str]) -> CheckpointLocked:
     return CheckpointLocked(
-        f"All tasks of this job are run by {', '.join(processes)}, which was started without --worker. Stop it, and "
-        "start every machine with --worker. If it was killed on another machine, it counts as alive for five minutes."
+        f"All tasks of this job are run by {', '.join(processes)}, which was started {written.as_run}. Stop it, and "
+        f"start every machine {written.as_worker}. If it was killed on another machine, it counts as alive for five "
+        "minutes."
     )
 
 

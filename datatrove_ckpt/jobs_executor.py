@@ -39,6 +39,7 @@ from loguru import logger
 from datatrove_ckpt.claims.progress import Progress, mirrored_progress
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executor import LocalPipelineExecutor, given_up_error, stats_of_complete
 from datatrove_ckpt.formatting import all_are, plural
 from datatrove_ckpt.mirror.object_store import check_mirror
@@ -143,7 +144,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(**{name: value for name, value in given.items() if name not in own})
         except ValueError as error:
-            raise ConfigError(f"executor: {error}".replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
+            raise ConfigError(str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
         self.cancel_on_interrupt = cancel_on_interrupt
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
@@ -231,8 +232,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         if lost := lost_with_disk(RunPlan(self), lambda folder: "://" in folder):
             raise ConfigError(
-                "executor: a job of Hugging Face starts with an empty disk, which goes with it. Set to a URL "
-                f"(hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
+                f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes with it. Set to a "
+                f"URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
             )
         self._secrets()
         own_files()
@@ -304,8 +305,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 logger.error(str(error))
             return
         logger.warning(
-            f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. To cancel them: add "
-            "--cancel to it (of a script: datatrove-ckpt run SCRIPT --cancel), or call cancel() of the executor."
+            f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. To cancel them: "
+            f"{written.cancel}."
         )
 
     def _run_dependency(self) -> None:
@@ -377,7 +378,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise CheckpointMismatch(
                 f"{plural(len(others), 'job')} of an earlier start still run, with other settings, rollout code or "
                 f"package: {_shown(others)}. Wait for them with what they were started with, or cancel them "
-                "(--cancel), and run this again."
+                f"({written.cancel}), and run this again."
             )
         return running
 
@@ -433,7 +434,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """Starts so many jobs, and adds them to those that are alive."""
         if self._is_canceled():
             raise CkptError(
-                f"This run was canceled (--cancel). {plural(len(alive), 'job')} of it may still end: "
+                f"This run was canceled. {plural(len(alive), 'job')} of it may still end: "
                 f"{_shown([*alive.values()])}. Run the same command again to resume."
             )
         reached = self._progress()
@@ -592,7 +593,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     how = "Log in (hf auth login), or export"
                 else:
                     how = "Export"
-                raise ConfigError(f"executor: secrets: {name} is not set here, and the jobs need it. {how} it.")
+                raise ConfigError(
+                    f"{written.executor}: secrets: {name} is not set here, and the jobs need it. {how} it."
+                )
         return found
 
     def _upload(self) -> None:

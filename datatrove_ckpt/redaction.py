@@ -31,6 +31,7 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import printable
 
 HIDDEN = "***"
@@ -478,7 +479,7 @@ def refuse_variables(setting: str, path: str) -> None:
     if match := VARIABLE.search(path):
         raise ConfigError(
             f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be a folder of that "
-            "name. Write the path out. (checkpoints_local_dir may contain variables.)"
+            f"name. Write the path out.{written.may_hold_variables}"
         )
     if not path.startswith("~"):
         refuse_tilde(setting, path, Path(path))

@@ -36,6 +36,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     causes,
 )
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import duration, error_text
 from datatrove_ckpt.redaction import frames_cut
 
@@ -136,7 +137,7 @@ def naming_hub(setting: str) -> Iterator[None]:
     except OSError as error:
         if (refused := hub_refusal(error)) is None:
             raise
-        raise StorageFailed(f"{setting}: {refused}.") from error
+        raise StorageFailed(f"{written(setting)}: {refused}.") from error
 
 
 def library_line(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from loguru import _better_exceptions, logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import doors
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import FakeServer
@@ -309,6 +310,13 @@ def _no_warm_servers() -> Iterator[None]:
     """No test leaves its servers to the next."""
     yield
     close_warm_servers()
+
+
+@pytest.fixture(autouse=True)
+def _door_of_this_test() -> Iterator[None]:
+    """No test leaves its words to the next."""
+    with doors.entered(doors.Door()):
+        yield
 
 
 @pytest.fixture(autouse=True)

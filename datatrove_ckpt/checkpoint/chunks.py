@@ -20,6 +20,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors.doors import StartOver
 
 PositionGetter: TypeAlias = Callable[[], Json | None]
 """Returns the reader's state right after a document; None if the reader has no state."""
@@ -142,8 +143,9 @@ class ChunkTracker:
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
                 f"The input ended after {self.documents} documents, but {self._folder} holds finished documents "
-                "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with "
-                "another checkpoints_local_dir, output_folder and logging_dir."
+                "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with ",
+                StartOver(),
+                ".",
             )
         if self._current is not None:
             self._fill(self._current)
@@ -186,8 +188,9 @@ class ChunkTracker:
         if known != fingerprint:
             raise CheckpointMismatch(
                 f"Document {ordinal} of this rank is not the one that was finished there before (see {self._folder}): "
-                "the input, or a step before this one, has changed. Restore it, or start with another "
-                "checkpoints_local_dir."
+                "the input, or a step before this one, has changed. Restore it, or start with ",
+                StartOver(),
+                ".",
             )
 
     def _fill(self, chunk: Chunk) -> None:

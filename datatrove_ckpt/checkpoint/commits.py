@@ -9,7 +9,6 @@ describes. Everything else at the end of the log is damage.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -37,10 +36,10 @@ from datatrove_ckpt.checkpoint.lines import (
 )
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.errors.doors import Repair, written
 from datatrove_ckpt.formatting import plural
 
 ENDS = "ends"
-_LONGER = "raise max_tokens in default_generation_params, and model_max_context if prompt and answer do not fit"
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
 MAX_GAP = 1_000_000
 """No run has more chunks than this in progress at once. A larger gap between two chunks is not of our making."""
@@ -63,24 +62,17 @@ class CommitsDamaged(CheckpointCorrupt):
             checkpoints = root.parent
         super().__init__(
             f"{what} Keep the rank's output files: they may belong to lost commits. Restore {path.name} from a copy or "
-            f"from the mirror. If there is none: {repair_command(checkpoints, logging_dir=logging_dir)}, "
-            "then run the same command again. Commits that can be proved are kept; the other chunks are processed "
-            "again."
+            "from the mirror. If there is none: ",
+            Repair(str(checkpoints), logging_dir),
+            ". Commits that can be proved are kept; the other chunks are processed again.",
         )
         self.path = path
+        self.log = path
         self.what = what
         self.logging_dir = logging_dir
 
     def __reduce__(self) -> tuple[type[CommitsDamaged], tuple[Path, str, str | None]]:
-        return type(self), (self.path, self.what, self.logging_dir)  # it comes back from pool workers
-
-
-def repair_command(*what: Path | str, logging_dir: str | None = None, output: str | None = None) -> str:
-    """The command that repairs a checkpoint, quoted for a shell."""
-    command = ["datatrove-ckpt", "repair", *map(str, what)]
-    command += [] if output is None else ["--output", output]
-    command += [] if logging_dir is None else ["--logging-dir", logging_dir]
-    return shlex.join(command)
+        return type(self), (self.log, self.what, self.logging_dir)  # it comes back from pool workers
 
 
 def stamp_of(text: str) -> int:
@@ -157,7 +149,10 @@ class DocumentCounts:
         said = []
         if self.cut_off:
             were = "was" if self.cut_off == 1 else "were"
-            said.append(f"{self.cut_off} of {answers} {were} cut off at max_tokens ({_LONGER})")
+            said.append(
+                f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise "
+                f"max_tokens{written.in_default_params}, and model_max_context if prompt and answer do not fit)"
+            )
         if self.empty:
             said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
         text = ""
@@ -327,8 +322,9 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
         return Commit.from_json(line.body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointCorrupt(
-            f"{path}, line {number}: the line is whole, but no commit of this version of the program ({error!r}). "
-            "Keep the rank's output files. Use the version that wrote it, or restore the file from a copy."
+            path,
+            f", line {number}: the line is whole, but no commit of this version of the program ({error!r}). "
+            "Keep the rank's output files. Use the version that wrote it, or restore the file from a copy.",
         ) from error
 
 

@@ -32,6 +32,7 @@ import xxhash
 
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
+from datatrove_ckpt.errors.doors import written
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -371,7 +372,7 @@ def _held_by(holder: bytes, path: Path) -> str:
         return (
             f"This very process works on this rank already: another call of run or run_async in it holds {path}. Wait "
             "for that call to end, or cancel it, and call again. Two calls at once need two ranks, or two "
-            "checkpoints_local_dir."
+            f"{written.checkpoints_local_dir}."
         )
     return (
         f"Another process works on this rank: {name_holder(found)} holds {path}. Wait for it to end, or stop it, and "

@@ -49,6 +49,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import has_answers
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed, VersionMismatch
+from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, Tasks, written
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.redaction import environment_secrets, is_surely_secret, without_secrets
 
@@ -89,8 +90,6 @@ class RunIdentity:
     """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
     notes: dict[str, str] = field(default_factory=dict)
     """What to add to the error if a field differs, by the name of the field."""
-    how_to_accept: str = "set accept_changes=True"
-    """What a user who is refused does to continue in spite of the changes."""
 
     @cached_property
     def kept(self) -> Json:
@@ -348,7 +347,7 @@ class RunClaim:
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
             self._accepted = old.pop("accepted_changes", [])
-            self._accepted += _accept(folder, changes, identity, accept_changes)
+            self._accepted += _accept(folder, changes, accept_changes)
         else:
             refuse_missing_run_json(folder)
 
@@ -403,7 +402,7 @@ def parse_run(path: Path | str, data: bytes) -> Json:
         return check_run(content)
     except ValueError as error:
         advice = _NO_JOB if str(path).endswith(JOB) else _NO_RUN
-        raise CheckpointCorrupt(f"{path} does not hold a run ({error}). {advice}") from error
+        raise CheckpointCorrupt(path, f" does not hold a run ({error}). {advice}") from error
 
 
 def not_readable(path: Path | str) -> str:
@@ -441,15 +440,15 @@ def check_run(content: object) -> Json:
     return content
 
 
-def _accept(folder: Path, changes: list[Change], identity: RunIdentity, accept: bool) -> list[Json]:
+def _accept(folder: Path, changes: list[Change], accept: bool) -> list[Json]:
     if not changes:
         return []
     if not holds_work(folder):
-        names = ", ".join(change.field for change in changes)
-        logger.info(f"Nothing was kept in {folder} yet, so its settings may change: {names}.")
+        fields = ", ".join(change.field for change in changes)
+        logger.info(f"Nothing was kept in {folder} yet, so its settings may change: {fields}.")
         return []
     if not accept or any(change.is_layout for change in changes):
-        raise refusal(f"The checkpoint {folder} was", changes, way_back(changes, identity))
+        raise refusal(f"The checkpoint {folder} was", changes, *way_back(changes))
     return records(changes)
 
 
@@ -482,43 +481,41 @@ def without_code(fields: Json) -> Json:
     return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
-def refusal(what: str, changes: Iterable[Change], way_out: str) -> CheckpointMismatch:
+def refusal(what: str, changes: Iterable[Change], *way_out: object) -> CheckpointMismatch:
     """The error for a run that differs from the one that is kept: each field with both values, then the way out."""
     changes = list(changes)
     lines = [line for one in changes for line in _lines(one)]
-    notes = [f"  ({change.note})" for change in changes if change.note]
-    return CheckpointMismatch("\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes]), way_out]))
+    notes = [f"  ({change.note})" for change in changes if change.note and not change.field.startswith(change.note)]
+    shown = "\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes])])
+    return CheckpointMismatch(f"{shown}\n", *way_out)
 
 
 def _lines(change: Change) -> list[str]:
     """A field with both values; of two mappings, what differs."""
     field, old, new = change[:3]
     are_mappings = isinstance(old, dict) and isinstance(new, dict)
+    keys = []
     if are_mappings:
         keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
-    else:
-        keys = []
-    return [f"  {field}.{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys] or [
-        f"  {field}: {change.shown_old} -> {change.shown_new}"
-    ]
+    if not keys:
+        return [f"  {written(field)}: {change.shown_old} -> {change.shown_new}"]
+    return [f"  {written(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys]
 
 
-def way_back(changes: Iterable[Change], identity: RunIdentity, may_mix: bool = True) -> str:
-    """What to do about changes that were not accepted."""
+def way_back(changes: Iterable[Change], may_mix: bool = True) -> list[object]:
+    """What to do about changes that were not accepted, as parts of a message."""
     changes = list(changes)
-    folders = "choose another checkpoints_local_dir (and output, and logging_dir) for the new ones"
+    folders = [", or choose ", StartOver(), " for the new ones"]
     if [change.field for change in changes] == ["tasks"] and changes[0].old:
         old = changes[0].old
-        return (
-            f"Go on with {plural(old, 'task')} (--executor.tasks={old}), or {folders}, and set finished_from to the "
-            "old output_folder and checkpoints_local_dir: finished documents keep their results."
+        finished = (
+            f", and set finished_from to the old {written.finished_folders}: finished documents keep their results."
         )
-    may_mix = may_mix and not any(change.is_layout for change in changes)
-    if may_mix:
-        mixed = f", or {identity.how_to_accept} to mix the two: what is done stays as it is"
-    else:
-        mixed = ""
-    return f"Go on with the old settings, or {folders}{mixed}."
+        return [f"Go on with {plural(old, 'task')} (", Tasks(old), ")", *folders, finished]
+    go_on = ["Go on with the old settings", *folders]
+    if not may_mix or any(change.is_layout for change in changes):
+        return [*go_on, "."]
+    return [*go_on, ", or ", ChangeSetting("accept_changes"), " to mix the two: what is done stays as it is."]
 
 
 def records(changes: Iterable[Change]) -> list[Json]:

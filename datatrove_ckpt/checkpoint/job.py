@@ -121,7 +121,7 @@ def join_job(
         if guard is not None:
             guard.release(remove=True)
     if changes := compare(_read(root), identity, with_output=True):  # another job started at the same instant
-        raise _refusal(root, JobChanges(changes, [rank]), identity)
+        raise _refusal(root, JobChanges(changes, [rank]))
 
 
 def recorded_output(root: Path, runs: Iterable[Json]) -> str | None:
@@ -179,7 +179,7 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
     found = compare_job(root, identity, None, lambda change: change.field == "tasks")
     if found.changes:
         what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
-        raise refusal(what, found.changes, way_back(found.changes, identity))
+        raise refusal(what, found.changes, *way_back(found.changes))
 
 
 def name_tasks(ranks: list[int]) -> str:
@@ -243,7 +243,7 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
     """The content of the next ``job.json``, after a comparison with all other ranks."""
     others = _compare_ranks(root, [other for other in rank_numbers(root) if other != rank], identity)
     if others.changes and (not accept or others.is_layout):
-        raise _refusal(root, others, identity)
+        raise _refusal(root, others)
     return job_content(identity, _read(root), others)
 
 
@@ -254,9 +254,9 @@ def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> byte
     return sealed_json(job)
 
 
-def _refusal(root: Path, found: JobChanges, identity: RunIdentity) -> Exception:
+def _refusal(root: Path, found: JobChanges) -> Exception:
     what = f"The checkpoints of other tasks in {root} ({name_tasks(found.ranks)}) were"
-    return refusal(what, found.changes, way_back(found.changes, identity))
+    return refusal(what, found.changes, *way_back(found.changes))
 
 
 def _compare_ranks(

@@ -164,8 +164,9 @@ def read_finished(
             finished.check()
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
-                f"{path}, at byte {line.offset}: the line holds no finished document of this version of the program "
-                f"({error!r}). If another version wrote it, use that one. {JOURNAL_ADVICE}"
+                path,
+                f", at byte {line.offset}: the line holds no finished document of this version of the program "
+                f"({error!r}). If another version wrote it, use that one. {JOURNAL_ADVICE}",
             ) from error
         ordinal = finished.ordinal
         fingerprint = finished.fingerprint
@@ -173,7 +174,7 @@ def read_finished(
             yield line, None
         elif ordinal in known or ordinal < first_ordinal or (end is not None and ordinal >= end):
             raise CheckpointCorrupt(
-                f"{path}, at byte {line.offset}: document {ordinal} does not belong there. {JOURNAL_ADVICE}"
+                path, f", at byte {line.offset}: document {ordinal} does not belong there. {JOURNAL_ADVICE}"
             )
         else:
             known[ordinal] = fingerprint
@@ -251,7 +252,7 @@ class ChunkJournal:
                     body = unseal(lines.pop(index, b""))
                     if body is None:
                         number = self.first_ordinal + index
-                        raise CheckpointCorrupt(f"{self.path}: document {number} cannot be read back.")
+                        raise CheckpointCorrupt(self.path, f": document {number} cannot be read back.")
                     yield Finished.from_body(body)
 
     def _megabytes(self) -> Generator[range, None, None]:

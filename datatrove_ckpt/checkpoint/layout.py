@@ -13,6 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
+from datatrove_ckpt.errors.doors import written
 
 JOB = "job.json"
 JOB_LOCK = "job.lock"
@@ -126,7 +127,7 @@ def journal_indices(folder: Path) -> list[int]:
         if not path.match("chunk_*.jsonl"):
             continue
         if not is_journal(path.name):
-            raise CheckpointCorrupt(f"{path} is not a journal of this program. Move it out of the rank's folder.")
+            raise CheckpointCorrupt(path, " is not a journal of this program. Move it out of the rank's folder.")
         found.append(int(path.stem.removeprefix("chunk_")))
     return sorted(found)
 
@@ -138,14 +139,14 @@ def check_files(folder: Path, last_chunk: Path) -> None:
         CheckpointCorrupt: something else has the name of a file, or of the folder itself.
     """
     if folder.exists() and not folder.is_dir():
-        raise CheckpointCorrupt(f"{folder} is not a folder. Move it away: a rank's checkpoint has this name.")
+        raise CheckpointCorrupt(folder, " is not a folder. Move it away: a rank's checkpoint has this name.")
     if not folder.is_dir():
         return
     journals = [journal_path(folder, index) for index in journal_indices(folder)]
     for path in [*(folder / name for name in FILES), *journals, last_chunk]:
         if path.exists() and not path.is_file():
             raise CheckpointCorrupt(
-                f"{path} is not a file. Move it away, and restore the file of this name from a copy if there was one."
+                path, " is not a file. Move it away, and restore the file of this name from a copy if there was one."
             )
 
 
@@ -223,7 +224,7 @@ def refuse_missing_run_json(folder: Path) -> None:
 def continue_datatroves(checkpoints: Path | str) -> str:
     """What to do where a run of datatrove's own runner has left its checkpoint, or output."""
     return (
-        "To continue that run, stop it, choose another checkpoints_local_dir, output_folder and logging_dir, and set "
+        f"To continue that run, stop it, choose another {written.folders}, and set "
         f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. To "
         "start over, choose other folders without finished_from."
     )

@@ -515,7 +515,7 @@ def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> No
         strangers = [ordinal for ordinal in ordinals.get(index, ()) if not first <= ordinal < end]
         if strangers and per_chunk:
             path = journal_path(rank.folder, index)
-            raise CheckpointCorrupt(f"{path}: document {strangers[0]} does not belong there. {JOURNAL_ADVICE}")
+            raise CheckpointCorrupt(path, f": document {strangers[0]} does not belong there. {JOURNAL_ADVICE}")
 
 
 def check_readable(rank: RankLedger) -> None:
@@ -682,8 +682,9 @@ def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
             follows = commit.first_ordinal >= ordinal
         if not follows:
             raise CheckpointCorrupt(
-                f"{path}: the commit of chunk {index} starts at document {commit.first_ordinal}, which does not follow "
-                f"the commits before it (document {ordinal}). {_START_OVER}"
+                path,
+                f": the commit of chunk {index} starts at document {commit.first_ordinal}, which does not follow "
+                f"the commits before it (document {ordinal}). {_START_OVER}",
             )
         expected = index + 1
         ordinal = commit.next_ordinal
@@ -699,6 +700,7 @@ def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
     size = path.stat().st_size if path.exists() else 0
     if size < needed:
         raise CheckpointCorrupt(
-            f"{path} has {size} bytes instead of {needed}: dead letters of committed chunks are lost. Restore the file "
-            "from a copy or from the mirror. If there is none, start this rank over: remove its folder and its output."
+            path,
+            f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. Restore the file "
+            "from a copy or from the mirror. If there is none, start this rank over: remove its folder and its output.",
         )

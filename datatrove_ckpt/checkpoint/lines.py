@@ -25,6 +25,7 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import byte_size
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
@@ -72,7 +73,7 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only it held is "
             "lost. Put it back (a copy, the mount; a mirror comes back by itself) and run the same command again. If "
-            "it is gone for good, start over with another checkpoints_local_dir, output_folder and logging_dir."
+            f"it is gone for good, start over with another {written.folders}."
         )
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return "Make it writable for this user (or choose another folder) and run the same command again."
@@ -136,11 +137,11 @@ def read_lines(path: Path, advice: str = "Restore the file from a copy.") -> Ite
         if line is None:
             torn_at = torn_at or number
             if number == 1 and not may_be_torn(raw):
-                raise CheckpointCorrupt(f"{path} does not start with a line of this program. {advice}")
+                raise CheckpointCorrupt(path, f" does not start with a line of this program. {advice}")
         elif torn_at:
             raise CheckpointCorrupt(
-                f"{path}, line {torn_at}: the line is damaged, and whole lines follow it, so no crash did this. "
-                f"{advice}"
+                path,
+                f", line {torn_at}: the line is damaged, and whole lines follow it, so no crash did this. {advice}",
             )
         else:
             yield line
@@ -250,6 +251,7 @@ def read_shard(path: Path) -> Json:
             return {}
     except ValueError as error:
         raise CheckpointCorrupt(
-            f"{path} cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows whether the "
-            "input of this finished rank changes."
+            path,
+            f" cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows whether the "
+            "input of this finished rank changes.",
         ) from error

@@ -105,8 +105,9 @@ class Publisher:
             chunk.files = self.output.write_chunk(chunk.index, documents)
         if chunk.counts.read != chunk.read:
             raise CheckpointCorrupt(
-                f"The journal {journal.path} holds {chunk.counts.read} documents instead of {chunk.read}; its output "
-                "is not committed."
+                "The journal ",
+                journal.path,
+                f" holds {chunk.counts.read} documents instead of {chunk.read}; its output is not committed.",
             )
         self.output.placement.wait(chunk.index, WaitingChunk(partial(self.on_published, chunk), self._fail))
 

@@ -170,8 +170,9 @@ def uncommitted_journals(
             ordinal = commits[before - 1].next_ordinal
         if chunk_index - before > MAX_GAP:
             raise CheckpointCorrupt(
-                f"{journal_path(folder, chunk_index)} is the journal of a chunk that this run cannot have begun: the "
-                f"chunks from {before} on are not done. Move the file out of the rank's folder."
+                journal_path(folder, chunk_index),
+                f" is the journal of a chunk that this run cannot have begun: the "
+                f"chunks from {before} on are not done. Move the file out of the rank's folder.",
             )
         first = ordinal + (chunk_index - before) * records_per_chunk
         following = commits.get(chunk_index + 1)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
-import re
-import shlex
 import signal
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -22,39 +16,30 @@ from datatrove.executor.base import PipelineExecutor
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.commits import sum_counts
-from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
-from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
-from datatrove_ckpt.checkpoint.lines import too_large
 from datatrove_ckpt.cli import slurm_submit
+from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.cli.verify_repair import repair_before_run
+from datatrove_ckpt.cli.system_errors import explain
+from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.errors import (
-    CheckpointCorrupt,
     CkptError,
     ConfigError,
-    InputError,
-    StorageFailed,
     TooManyDeadLetters,
     UnexpectedExit,
 )
+from datatrove_ckpt.errors.doors import command
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
-from datatrove_ckpt.preflight.before_run import Checked, check_after_run, check_before_run, check_steps
+from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.doctor import Look, check_rules_of_hub
-from datatrove_ckpt.preflight.input_checks import rows_without_document
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
+from datatrove_ckpt.preflight.run_plan import RunPlan, checkpoints_seen
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.retrying import code_of_rank, hub_refusal
-
-_REPAIR = re.compile(r"datatrove-ckpt repair [^,]+, then run the same command again(?:, with(?= -))?( --re[a-z-]+|)")
-_FLAG = re.compile(r"--(?:executor|pipeline\.\d+)\.(tasks|accept_changes|skip_bad_requests|on_document_error)=(\w+)")
-_TASKS = re.compile(r" --(?:executor\.)?tasks[ =]\d+")
+from datatrove_ckpt.retrying import code_of_rank
 
 
 def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -64,8 +49,6 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
     plan = RunPlan(executor)
-    for runner in plan.runners:  # as it is written on this command line, in cluster jobs as well
-        runner.step.how_to_accept = f"add --pipeline.{runner.index}.accept_changes=true to the command"
     check_steps(plan)
     if arguments.cancel:
         if not isinstance(executor, JobsPipelineExecutor):
@@ -80,7 +63,8 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
-            return fail(_with_command(error, arguments, plan), 1)
+            advise(error, plan)
+            return fail(error, 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
             print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
@@ -110,8 +94,6 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                     "--fail-on-dead-letters: this command submits the job, and ends before its tasks do. Leave the "
                     "flag out; `datatrove-ckpt status` counts the dead letters."
                 )
-            if arguments.repair and not repair_before_run(plan):
-                return fail(CkptError("Nothing was changed, and nothing was started."), 1)
             if arguments.retry_dead_letters:
                 _retry_dead_letters(plan)
             # Complete ranks have dead letters, too.
@@ -133,7 +115,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 left = TooManyDeadLetters(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters).")
                 return fail(left, 1)
     except KeyboardInterrupt:
-        return _interrupted(interruption, arguments.command)
+        return _interrupted(interruption)
     except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
         if exit.code:
             raise
@@ -142,11 +124,14 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         if isinstance(error, ConfigError) and not started and not arguments.worker:
             raise
         if interruption.number is not None:  # the signal may have ended datatrove's own processes first
-            return _interrupted(interruption, arguments.command)
-        own = own_error(error) or (explain(error, plan) if isinstance(error, OSError) else None)
+            return _interrupted(interruption)
+        own: Exception | None = own_error(error)
+        if own is None and isinstance(error, OSError):
+            own = explain(error, plan)
         if own is None:
             raise
-        return fail(_with_command(own, arguments, plan), exit_code(own, arguments.worker))
+        advise(own, plan)
+        return fail(own, exit_code(own, arguments.worker))
     finally:
         say_errors_later(False)
     return 0
@@ -168,7 +153,9 @@ def _warn_of_hub(plan: RunPlan) -> None:
 
 def exit_code(error: Exception, of_worker: bool) -> int:
     """Of a run that an error stopped. Of a worker: ``code_of_rank``. Others end with 1: scripts know it."""
-    return code_of_rank(error) if of_worker else 1
+    if of_worker:
+        return code_of_rank(error)
+    return 1
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
@@ -177,50 +164,34 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
         folders = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
-        what = [[arguments.config, *arguments.overrides]] if arguments.config and len(kept) == 1 else folders
-        say(slurm_submit.submit(executor, what, arguments.command))
+        if arguments.config and len(kept) == 1:
+            what = [[arguments.config, *arguments.overrides]]
+        else:
+            what = folders
+        say(slurm_submit.submit(executor, what, command()))
         return 0
-    is_ours, started = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor), unix_seconds()
-    marked = plan.marked() if not is_ours and not executor.skip_completed else {}
-    executor.run_ranks() if is_ours else executor.run()
-    if not is_ours:
+    is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
+    started = unix_seconds()
+    if not is_ours and not executor.skip_completed:
+        marked = plan.marked()
+    else:
+        marked = {}
+    if is_ours:
+        executor.run_ranks()
+    else:
+        executor.run()
         _refuse_what_is_left(plan, marked)
     with checkpoints_seen(executor) as said:
         checked = check_after_run(executor)
-        for runner in kept:
-            say(said(closing_line(runner, arguments.command, checked, started)))
+        for runner in RunPlan(executor).runners:
+            if runner.root is not None:
+                say(said(closing_line(runner, checked, started)))
     return sum(job.counts.dead for job in checked.jobs.values())
 
 
-def _with_command(error: Exception, arguments: argparse.Namespace, plan: RunPlan) -> Exception:
-    """The error with the whole command to type, if it names a flag, a command on this file, or other folders."""
-    from datatrove_ckpt.cli.start_over import FLAG, advice  # maintenance, which a run does not need
-
-    command = arguments.command.replace(" --worker", "")  # what a worker cannot do, a run of all tasks can
-    words = arguments.words
-    flags: dict[str, None] = {}
-
-    def as_typed(found: re.Match[str]) -> str:
-        flag = found[0] if words is str else f"--{found[1].replace('_', '-')} {found[2]}"
-        if found[1] == "tasks":
-            return f"{_TASKS.sub('', command)} {flag}"
-        flags[flag] = None
-        return flag
-
-    text = words(_FLAG.sub(as_typed, str(error)))
-    if "--repair" not in command.split():
-        text = _REPAIR.sub(lambda found: f"{command.replace(found[1], '')} --repair{found[1]}", text)
-    if flags:  # what helps first stands last
-        text += " The whole command: " + "\nor: ".join(f"{command} {flag}" for flag in reversed(flags))
-    text += advice(error, plan, arguments.config, words is not str, f"{command} {FLAG}")
-    if text != str(error):
-        error.args = (text,)
-    return error
-
-
-def _interrupted(interruption: Interruption, command: str) -> int:
+def _interrupted(interruption: Interruption) -> int:
     number = interruption.number or signal.SIGINT
-    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: {command}"
+    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: {command()}"
     print(what, file=sys.stderr)
     return 128 + number
 
@@ -234,7 +205,10 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
     Raises:
         CkptError: some tasks are not complete.
     """
-    now = plan.marked() if marked else {}
+    if marked:
+        now = plan.marked()
+    else:
+        now = {}
     old = {name for name, time in marked.items() if now.get(name) == time}
     anew = [rank for rank in range(plan.tasks) if f"completions/{rank:05d}" in old]
     left = sorted({*plan.incomplete(skip_completed=True), *anew})
@@ -261,49 +235,6 @@ def _retry_dead_letters(plan: RunPlan) -> None:
         )
     for runner in plan.runners:
         runner.step.retry_dead_letters = True
-
-
-# errors of the system -------------------------------------------------------------------------------------------------
-
-# Those outside checkpoints and output: what happened, where, and what to do. They come from ``logging_dir`` above all:
-# datatrove writes it, and an error of a full disk names no file.
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
-
-
-def explain(error: OSError, plan: RunPlan) -> Exception:
-    """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
-    logs = plan.logging_dir
-    if refused := hub_refusal(error):
-        there = re.match("hf://[a-z]+s/([^/]+/[^/]+)", logs.resolve_paths(""))
-        return StorageFailed(f"{'logging_dir: ' if there and there[1] in refused else ''}{refused}.")
-    folders = {"logging_dir": Path(logs.resolve_paths(""))} if logs.is_local() else {}
-    folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
-    if error.errno in _FULL:
-        places = [*folders.items(), ("TMPDIR", tempfile.gettempdir())]
-        where = error.filename or " or ".join(f"{name} {folder}" for name, folder in places)
-        free = "Free some space and run the same command again; everything saved so far is kept."
-        return StorageFailed(f"{error.strerror}: {where}. {too_large() if error.errno == errno.EFBIG else free}")
-    if error.errno not in _CLOSED or not isinstance(error.filename, str):
-        return error
-    path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it
-    inputs = [Path(step.data_folder.path).absolute() for step in plan.pipeline if hasattr(step, "data_folder")]
-    near = (name for name, folder in folders.items() if path.is_relative_to(folder) or folder.is_relative_to(path))
-    setting = next(near, None)
-    if error.errno == errno.ENOENT:
-        gone = "it was removed during the run, or its file system takes no files there. Choose another"
-        said = f"{path} ({setting}): {error.strerror}: {gone} {setting}."
-        return error if setting is None else StorageFailed(said)
-    if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
-        return StorageFailed(f"{not_readable(error.filename)}, or choose another checkpoints_local_dir.")
-    where = f" ({setting})" if setting else ""
-    other = f", or mount it writable, or choose another {setting}," if setting else ", or mount it writable,"
-    other = " to read it," if any(map(path.is_relative_to, inputs)) else other
-    return StorageFailed(
-        f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run the "
-        "same command again; everything saved so far is kept."
-    )
 
 
 # signals --------------------------------------------------------------------------------------------------------------
@@ -368,97 +299,3 @@ def _end_children() -> None:
     for child in children:
         child.join(max(0.0, deadline - time.monotonic()))
         child.kill()
-
-
-# closing --------------------------------------------------------------------------------------------------------------
-
-# The last line of ``run``: what all ranks and all attempts have done, and what to do next.
-
-
-def closing_line(runner: RunnerPlan, command: str, checked: Checked, started: float) -> str:
-    """The closing line, over all ranks, their retries and all attempts, with what was checked.
-
-    Args:
-        started: when the command did, in Unix seconds. Retries since then are named.
-
-    Raises:
-        CheckpointCorrupt: the commits contradict each other.
-        InputError: no row of the input is a document.
-    """
-    root = runner.step.checkpoints_root
-    job = checked.jobs[root]
-    if not job.ranks:
-        find_ranks(root)  # raises, and says why
-    counts = job.counts
-    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
-        raise CheckpointCorrupt(
-            f"The commits in {root} contradict each other: {counts.read} documents read, {counts.written} written, "
-            f"{counts.dropped} dropped, {counts.dead} dead letters. Do not use the output before you have run: "
-            f"{_verify(root)}"
-        )
-    skipped = rows_without_document(root)
-    if not counts.read and skipped:
-        raise InputError(
-            f"No row of the whole input is a document.{skipped} Check text_key and the adapter of the reader, and "
-            "start again with another checkpoints_local_dir and logging_dir."
-        )
-    folder = runner.step.output_writer.output_folder.resolve_paths("")
-    if not counts.read:
-        return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
-    again = sum_counts(commit.counts for commit in job.retried if commit.at >= started)
-    retried = f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, {again.dead} still dead"
-    idle = job.ranks - len({number for number, done in job.committed if done.read})
-    had_none = f" {idle} of {plural(job.ranks, 'task')} had no documents." * bool(idle)
-    work = f"{f' Retried {retried}.' * bool(again.read)}{skipped}{had_none}{counts.odd_answers}{_attempts(job)}"
-    retry = "" if "--retry-dead-letters" in command.split() else " --retry-dead-letters"
-    given = str(runner.step.checkpoints_local_dir)
-    shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
-    next_step = f"To check the files: {_verify(shown)}"
-    if counts.dead:
-        seen = shlex.join(["datatrove-ckpt", "show", str(shown), "--dead"])
-        next_step = f"To see the dead letters: {seen}. To retry them: {command}{retry}"
-    none = ""
-    if counts.dead == counts.read:
-        ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
-        causes = sum((rank.causes for rank in ranks), Counter[str]())
-        often = "".join(cause for cause, _ in causes.most_common(1))
-        none = f"No document was {'written' if counts.answers else 'answered'}: {often}. "
-    return (
-        f"{none}{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.numbers.files, 'file')} in "
-        f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
-        f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
-        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} {next_step}"
-    )
-
-
-def _attempts(job: JobSums) -> str:
-    """What all attempts sent, as a sentence with a space before it; empty if nothing was repeated."""
-    sent = job.numbers.work
-    ranks = len(job.committed)  # with retries
-    attempts = max(ranks, job.numbers.number_of_attempts)
-    if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
-        return ""
-    at_least = "at least " if job.numbers.killed else ""
-    again = sent.retries + sent.resent
-    were = "was" if sent.sent == 1 else "were"
-    said = (
-        f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
-        f"{plural(sent.sent, 'request')} {were} sent{f', {again} of them again' if again else ''}"
-    )
-    unused = sent.completion_tokens - job.counts.completion_tokens
-    return f"{said}, and {plural(unused, 'completion token')} paid that no document has." if unused > 0 else f"{said}."
-
-
-def _checked(checked: Checked) -> str:
-    """A sentence with a space before it; empty if nothing could be compared here."""
-    parts = []
-    if checked.jobs:
-        files = sum(job.numbers.files for job in checked.jobs.values())
-        parts.append(f"{plural(files, 'output file')} by name, size and time of change")
-    if checked.inputs:
-        parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
-    return f" Checked: {' and '.join(parts)}, none is gone or changed." if parts else ""
-
-
-def _verify(checkpoints: Path | str) -> str:
-    return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"

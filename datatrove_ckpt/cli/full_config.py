@@ -52,7 +52,9 @@ class FullConfig:
         if "model_kwargs" in given:  # InferenceConfig has refused secrets in it, and "</s>" is a token
             names["model_kwargs"] = None
         masked = {key: self._masked(names[key], part) for key, part in given.items()}
-        return {"class_path": value["class_path"], "init_args": masked} if given is not value else masked
+        if given is not value:
+            return {"class_path": value["class_path"], "init_args": masked}
+        return masked
 
 
 def _own_arguments(class_path: str) -> set[str]:

@@ -22,10 +22,11 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.short_form import Node, read_config, words_of
+from datatrove_ckpt.cli.short_form import Node, read_config
 from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executor import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import lost_with_disk, refuse_without_claims
 from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -34,7 +35,8 @@ from datatrove_ckpt.redaction import is_surely_secret, redact
 
 _SECTION = "kubernetes"
 # Where the pod finds things. A working folder of the submitting machine that is on a volume is the pod's, too.
-_WORK, _CONFIG = "/work", "/etc/datatrove-ckpt"
+_WORK = "/work"
+_CONFIG = "/etc/datatrove-ckpt"
 # Seconds after the drain, besides those of the servers: rollouts end, the last upload of a mirror (5).
 _TO_SAVE = 10.0
 # ``kubectl apply`` keeps a copy of the whole object in an annotation, and annotations have 256 KiB.
@@ -67,7 +69,6 @@ def k8s(arguments: argparse.Namespace) -> int:
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     source = arguments.config or "the command line"
-    arguments.words = words_of(arguments.config)
     content = read_config(arguments.config, arguments.overrides)
     executor = build(content)
     refuse_other_kinds(executor, "k8s")
@@ -77,7 +78,8 @@ def k8s(arguments: argparse.Namespace) -> int:
     refuse_without_claims(plan)
     workers = min(job.workers or plan.tasks, plan.tasks)
     metadata = {"name": _name(job, source, workers)}
-    metadata |= {} if job.namespace is None else {"namespace": job.namespace}
+    if job.namespace is not None:
+        metadata["namespace"] = job.namespace
     config_map = _config_map(content, plan, metadata)
     manifest = _job(plan, job, config_map, workers)
     _refuse_secrets(*leaves(config_map["data"], "ConfigMap"), *leaves(manifest["spec"], "Job"))
@@ -92,10 +94,11 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
     """
     if not isinstance(executor, LocalPipelineExecutor):
         given = type(executor).__name__
-        raise ConfigError(f"executor: {command} needs class_path: LocalPipelineExecutor; it is {given}.")
+        raise ConfigError(f"{written.executor}: {command} needs {written.local_tasks}; it is {given}.")
     if executor.depends is not None:
         raise ConfigError(
-            "executor: depends: each worker would run that job. Run it first, as one of its own, and remove this."
+            f"{written.executor}: depends: each worker would run that job. Run it first, as one of its own, and remove "
+            "this."
         )
 
 
@@ -112,7 +115,9 @@ def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
     saving = _TO_SAVE + max(stops, default=0.0)
     if drain + saving > job.grace_seconds:
         longest = job.grace_seconds - saving
-        shorter = f", or drain_seconds to at most {longest:g}" if longest >= 0 else ""
+        shorter = ""
+        if longest >= 0:
+            shorter = f", or drain_seconds to at most {longest:g}"
         raise ConfigError(
             f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few: the drain takes up to {drain:g} s "
             f"(drain_seconds), saving and server_stop_timeout_sec {saving:g} s. Set it to at least "
@@ -126,7 +131,8 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
     Raises:
         ConfigError: names all that would be on the pod's own disk.
     """
-    if lost := lost_with_disk(plan, job.is_kept):
+    lost = lost_with_disk(plan, job.is_kept)
+    if lost:
         raise ConfigError(
             f"{_SECTION}: a pod starts with an empty disk, which goes with it. Set to a URL (s3://..., "
             f"hf://buckets/...), or to a folder on a claim of kubernetes.volumes: {'; '.join(lost)}."
@@ -154,7 +160,8 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
         ConfigError: the file is too large.
     """
     text = FullConfig(content).text()
-    data, left = {"job.yaml": text}, _MOST_BYTES - len(text.encode())
+    data = {"job.yaml": text}
+    left = _MOST_BYTES - len(text.encode())
     if left < 0:
         raise ConfigError(f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} bytes.")
     wanted = {getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0] for runner in plan.runners}
@@ -194,10 +201,13 @@ def _refuse_secrets(*texts: tuple[str, object]) -> None:
 
 
 def _job(plan: RunPlan, job: KubernetesJob, config_map: Node, workers: int) -> Node:
-    metadata, files = config_map["metadata"], {"name": config_map["metadata"]["name"]}
+    metadata = config_map["metadata"]
+    files = {"name": metadata["name"]}
     if any(".." in key for key in config_map["data"]):  # of packages
         files["items"] = [{"key": key, "path": key.replace("..", "/")} for key in config_map["data"]]
-    here = str(Path.cwd()) if job.is_kept(str(Path.cwd())) else _WORK
+    here = str(Path.cwd())
+    if not job.is_kept(here):
+        here = _WORK
     mounts = [{"name": "job", "mountPath": _CONFIG, "readOnly": True}, {"name": "work", "mountPath": _WORK}]
     volumes: list[Node] = [{"name": "job", "configMap": files}, {"name": "work", "emptyDir": {}}]
     for index, (claim, path) in enumerate((job.volumes or {}).items()):

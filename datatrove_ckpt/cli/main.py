@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import shlex
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from typing import Any, NoReturn
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors.doors import Door, entered
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -40,12 +40,10 @@ in the long form by path; init_args is left out, steps count from 0:
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
-of a Python script, which is imported: --main="ITS ARGUMENTS" runs its main, too, up to executor.run(); --executor=2
-takes the second with an InferenceRunner
 """
 _WHAT_HELP = """\
 WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:
-s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had, or its script:
+s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had:
   --pipeline.1.checkpoints_local_dir=other/checkpoints
 """
 _EPILOG = """
@@ -71,27 +69,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_log()
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
-    if bare := next((one for one in overrides if "=" not in one), None):
+    bare = next((flag for flag in overrides if "=" not in flag), None)
+    if bare is not None:
         close = get_close_matches(bare, _own_flags(given), n=1)
         parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
-    arguments.command, arguments.overrides = shlex.join(["datatrove-ckpt", *given]), overrides
-    arguments.words = str
+    arguments.overrides = overrides
+    with entered(Door(is_command=True), _run_command(arguments, given)):
+        return _call(arguments)
+
+
+def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
+    """The command that runs the job; empty for commands that look at a run."""
+    if arguments.name not in ("run", "doctor"):
+        return []
+    if arguments.name == "doctor":
+        if arguments.config is None:
+            config = []
+        else:
+            config = [arguments.config]
+        given = ["run", *config, *arguments.overrides]
+    return ["datatrove-ckpt", *given]
+
+
+def _call(arguments: argparse.Namespace) -> int:
     try:
         with gc_paused():
             module = import_module(f"datatrove_ckpt.cli.{arguments.module}")
         code: int = getattr(module, arguments.name)(arguments)
     except ConfigError as error:
-        return fail(error, 2, arguments.words)
+        return fail(error, 2)
     except (CkptError, OSError) as error:
-        return fail(error, 1, arguments.words)
+        return fail(error, 1)
     return code
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = ". A pattern, or a value with spaces, needs quotes." if message.startswith("unrecognized") else ""
+        if message.startswith("unrecognized"):
+            hint = ". A pattern, or a value with spaces, needs quotes."
+        else:
+            hint = ""
         super().error(f"{message}{hint}")
 
 
@@ -122,7 +141,9 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``, those without a value as
     they are.
     """
-    own, rest, overrides = _own_flags(arguments), list[str](), list[str]()
+    own = _own_flags(arguments)
+    rest = list[str]()
+    overrides = list[str]()
     remaining = deque(arguments)
     while remaining:
         argument = remaining.popleft()
@@ -178,8 +199,8 @@ def _flag(name: str, help: str) -> _Argument:
     return (name,), {"action": "store_true", "help": help}
 
 
-_CONFIG = _argument("CONFIG", "YAML file, or script; none: the flags are the whole job", nargs="?")
-_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, YAML file or script of the run")
+_CONFIG = _argument("CONFIG", "YAML file; none: the flags are the whole job", nargs="?")
+_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run")
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
@@ -213,11 +234,9 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
         "process the dead letters of a finished run, into output files of their own, instead of the input",
     ),
     _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
-    _flag("--start-over", "rename the run folder (runs/x to runs/x.1), and begin anew; not needed to resume"),
     _flag("--worker", "run tasks that no other process runs, until there is none; start any number of them"),
     _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
-    _flag("--repair", "first do what repair would do; it is printed, and on a terminal you are asked"),
     listed="run the pipeline of a YAML file; run it again to resume",
 )
 def run() -> None:

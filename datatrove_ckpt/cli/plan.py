@@ -25,7 +25,10 @@ def plan(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the cost of a save, or the time between two losses, is not known.
     """
-    measured = {} if arguments.folder is None else measure(Path(arguments.folder))
+    if arguments.folder is None:
+        measured = {}
+    else:
+        measured = measure(Path(arguments.folder))
     save_cost = arguments.save_cost or measured.get("save_cost")
     mtbf = arguments.mtbf or measured.get("mtbf")
     if not save_cost:

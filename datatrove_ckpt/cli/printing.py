@@ -60,15 +60,13 @@ def write_out(text: str, raw: bool = False) -> bool:
     return True
 
 
-def fail(error: BaseException, code: int, words: Callable[[str], str] = str) -> int:
-    """Prints an error as one message, with notes of one line, and returns the exit code. No traceback.
-
-    Args:
-        words: puts it into those of the job.
-    """
+def fail(error: BaseException, code: int) -> int:
+    """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
     from datatrove_ckpt.retrying import hub_refusal  # loguru is slow to import
 
-    text = error if isinstance(error, CkptError) else hub_refusal(error) or error
+    text = str(error)
+    if not isinstance(error, CkptError):
+        text = hub_refusal(error) or text
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print(printable(redact(words("\n".join([f"error: {text}", *notes])))), file=sys.stderr)
+    print(printable(redact("\n".join([f"error: {text}", *notes]))), file=sys.stderr)
     return code

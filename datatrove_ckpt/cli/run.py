@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
-from datatrove_ckpt.cli.short_form import Node, make_executor, read_config, words_of
+from datatrove_ckpt.cli.short_form import Node, make_executor, read_config
 from datatrove_ckpt.cli.yaml_config import build
-from datatrove_ckpt.config.paths import is_script, start_command
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import plural
 
@@ -31,12 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    arguments.words = words_of(arguments.config)
-    if (of_script := is_script(arguments.config)) and not arguments.cancel:
-        command = start_command([arguments.config, *arguments.overrides])
-        raise ConfigError(f"{arguments.config}: is a script. Start it: {command}")
-    made = make_executor(arguments.config, arguments.overrides) if of_script else None
-    content, executor = (Node(), made) if made else _build(arguments)
+    content, executor = _build(arguments)
     if "kubernetes" in content:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
         from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -49,12 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         from datatrove_ckpt.cli.show import sample
 
         return sample(executor, arguments.sample)
-    if arguments.start_over and not arguments.dry_run:
-        from datatrove_ckpt.cli.start_over import FLAG, start_over
-
-        start_over(executor, arguments.config, arguments.words is not str, arguments.retry_dead_letters)
-        arguments.command = shlex.join(word for word in shlex.split(arguments.command) if word != FLAG)
-        content, executor = _build(arguments)  # tasks may have been those of the run before
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
@@ -78,7 +65,7 @@ def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Na
     Raises:
         ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
     """
-    for name in ("retry_dead_letters", "start_over", "repair", "fail_on_dead_letters"):
+    for name in ("retry_dead_letters", "fail_on_dead_letters"):
         if getattr(arguments, name):
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag}: is for a run of all tasks. Give it without --worker.")
@@ -96,22 +83,31 @@ def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Na
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
-    words = arguments.words = words_of(arguments.config)
     executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.preflight.doctor import doctor as examine  # a file with a mistake needs none of it
 
     checks = examine(executor)
-    checks = [replace(one, subject=words(one.subject), message=words(one.message)) for one in checks]
     problems = sum(check.state == "problem" for check in checks)
-    code = 1 if problems else 0
+    if problems:
+        code = 1
+    else:
+        code = 0
     if arguments.json:
         content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
         say(as_json(content))
     else:
         warnings = sum(check.state == "warning" for check in checks)
-        found = plural(problems, "problem") if problems else "no problem"
-        total = f"{found}, {plural(warnings, 'warning') if warnings else 'no warning'}: {plural(len(checks), 'check')}"
-        states = ("ok", "warning", "problem") if arguments.all else ("warning", "problem")  # what matters most, last
+        if problems:
+            found = plural(problems, "problem")
+        else:
+            found = "no problem"
+        warned = "no warning"
+        if warnings:
+            warned = plural(warnings, "warning")
+        total = f"{found}, {warned}: {plural(len(checks), 'check')}"
+        states = ["warning", "problem"]  # what matters most, last
+        if arguments.all:
+            states = ["ok", *states]
         shown = [str(check) for state in states for check in checks if check.state == state]
         say("\n".join([*shown, total]))
     return code

@@ -18,9 +18,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import partial
 from glob import escape, has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -39,9 +38,9 @@ from datatrove_ckpt.cli.yaml_config import (
     set_at_path,
 )
 from datatrove_ckpt.config.kubernetes import KubernetesJob
-from datatrove_ckpt.config.paths import is_script
-from datatrove_ckpt.errors import CkptError, ConfigError, ServerError, causes
-from datatrove_ckpt.formatting import error_text, safe_text
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors.doors import Door, current, entered, use
+from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.redaction import HIDDEN
 from datatrove_ckpt.retrying import failure_line
 
@@ -129,8 +128,6 @@ OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_
 def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
     """The job of a file in the long form, with the overrides applied. Each override is a ``path=value``.
 
-    Of a script this is what ``maintenance`` asks for, and the overrides are its arguments, see ``executor_of``.
-
     Args:
         path: None: the overrides are the whole job, in the short form.
         only_look: see ``expand``.
@@ -138,19 +135,20 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     Raises:
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
     """
-    if is_script(path):
-        from datatrove_ckpt.cli.scripts import content_of
-
-        return content_of(make_executor(path, overrides))
-    content = {} if path is None else load(path)
+    if path is None:
+        content = {}
+    else:
+        content = load(path)
     named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", one)]
     for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in named).items():
         if times > 1:
             raise ConfigError(f"{name}: given {times} times. Give it once; several files are a pattern or a folder.")
     if "executor" not in content:
+        source = path or "the command line"
+        use(replace(current(), form=source))
         for override in named:
             set_at_path(content, override, ShortJob)
-        content = expand(content, path or "the command line", only_look)
+        content = expand(content, source, only_look)
     elif named:
         raise ConfigError(
             f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a path, such as "
@@ -163,15 +161,11 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
 
 
 def make_executor(path: str | None, overrides: list[str]) -> Any:
-    """Builds the executor that the file and the overrides describe; of a script, the one that it runs. Runs nothing.
+    """Builds the executor that the file and the overrides describe. Runs nothing.
 
     Raises:
         ConfigError: the first mistake in it.
     """
-    if is_script(path):
-        from datatrove_ckpt.cli.scripts import executor_of
-
-        return executor_of(path, overrides)
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     return build(read_config(path, overrides))
 
@@ -196,10 +190,17 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
         refuse_unknown({name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source)
     job: ShortJob = construct(ShortJob, own, source)
     _check_place(job, content, source)
-    url, root = "://" in job.run_folder, Path(job.run_folder).expanduser()
-    tasks = job.tasks if job.tasks is not None else tasks_of(root / "checkpoints") or (None if job.is_elsewhere else 1)
+    url = "://" in job.run_folder
+    root = Path(job.run_folder).expanduser()
+    tasks = job.tasks
+    if tasks is None:
+        tasks = tasks_of(root / "checkpoints") or None
+    if tasks is None and not job.is_elsewhere:
+        tasks = 1
     reader, files = _reader(job.input, source, tasks is None, only_look)
-    rollout, config, answer = _rollout(job, source), _server(job, content, source), Node()
+    rollout = _rollout(job, source)
+    config = _server(job, content, source)
+    answer = Node()
     runner: Node = {"rollout_fn": rollout, "config": config}
     places = [(reader, name) for name in ([reader["class_path"]] if reader["class_path"] else READERS)]
     places += [(config, "InferenceConfig"), (runner, "InferenceRunner")]
@@ -222,11 +223,14 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
         if answer:
             raise ConfigError(f"{source}: {next(iter(answer))}: nothing is generated by task: {job.task}. Remove it.")
         config |= _flags(job.task, config)
-    if answer and isinstance(given := config.get("default_generation_params") or {}, dict):
+    given = config.get("default_generation_params") or {}
+    if answer and isinstance(given, dict):
         config["default_generation_params"] = {**given, **answer}
 
     def below(name: str) -> str:
-        return f"{job.run_folder.rstrip('/')}/{name}" if url else str(root / name)
+        if url:
+            return f"{job.run_folder.rstrip('/')}/{name}"
+        return str(root / name)
 
     runner |= {
         "output_writer": _writer(job, below("output")),
@@ -235,13 +239,16 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     }
     executor = {"tasks": min(files, _MOST_TASKS) if tasks is None else tasks, "logging_dir": below("logs")}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
-    section = {} if job.kubernetes is None else {"kubernetes": own["kubernetes"]}
+    if job.kubernetes is None:
+        section = {}
+    else:
+        section = {"kubernetes": own["kubernetes"]}
     return {"executor": _executor(job, root, executor), **section}
 
 
 def _check_place(job: ShortJob, content: Node, source: str) -> None:
     """Where the tasks run, and whether its settings fit the form."""
-    places = {name: value for name in ("slurm", "kubernetes", "jobs") if (value := getattr(job, name)) is not None}
+    places = {name: getattr(job, name) for name in ("slurm", "kubernetes", "jobs") if getattr(job, name) is not None}
     if "jobs" in places and len(places) > 1:
         raise ConfigError(f"{source}: {', '.join(places)}: are different places to run. Give one of them.")
     for name in ("slurm", "jobs"):
@@ -274,13 +281,9 @@ def run(
     rollout: Callable[..., Awaitable[object]] | None = None,
     model: str | None = None,
     endpoint: str | list[str] | None = None,
-    start_over: bool = False,
     **settings: object,
 ) -> Path | str:
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any others, by name.
-
-    Args:
-        start_over: rename what the run has made (``runs/x`` to ``runs/x.1``), and begin anew.
 
     Returns:
         The folder of the output; of a ``run_folder`` that is a URL, a URL.
@@ -291,71 +294,30 @@ def run(
     """
     content: Node = {"prompt": prompt, "rollout": rollout}
     for name, path in (("run_folder", run_folder), ("input", input)):
-        content[name] = str(path) if isinstance(path, Path) else path
+        if isinstance(path, Path):
+            content[name] = str(path)
+        else:
+            content[name] = path
     content |= {"model": model, "endpoint": endpoint, **settings}
     content = {name: value for name, value in content.items() if value is not None}
-    from datatrove_ckpt.cli import start_over as moves  # slow to import
+    with entered(Door(form="run()")):
+        _run(content)
+    is_url = "://" in str(run_folder)
+    if is_url:
+        return f"{str(run_folder).rstrip('/')}/output"
+    return Path(run_folder, "output").expanduser()
+
+
+def _run(content: Node) -> None:
+    from datatrove_ckpt.cli.what_helps import advise  # slow to import
     from datatrove_ckpt.preflight.run_plan import RunPlan
 
-    executor = None
+    executor = build(expand(content, "run()"))
     try:
-        executor = build(expand(content, "run()"))
-        if start_over:
-            moves.start_over(executor, None, True, bool(settings.get("retry_dead_letters")))
-            executor = build(expand(content, "run()"))
         executor.run()
     except CkptError as error:
-        advice = executor and moves.advice(error, RunPlan(executor), None, True, "pass start_over=True to run().")
-        error.args = (f"{in_short_words(str(error), 'run()')}{advice or ''}",)
+        advise(error, RunPlan(executor))
         raise
-    is_url = "://" in str(run_folder)
-    return f"{str(run_folder).rstrip('/')}/output" if is_url else Path(run_folder, "output").expanduser()
-
-
-# words ----------------------------------------------------------------------------------------------------------------
-
-# Messages name settings of the long form. Where a message leaves the program, the names of the short form take their
-# places. Paths, quotations, and the texts of the errors of others stay as they are.
-
-_KEPT = r"""[^\s=:(]*/\S*|"(?:\\.|[^"\\\n])*"|(?<!\w)'[^'\n]*'(?!\w)"""
-_FOLDER = r"\b(?:checkpoints_local_dir|output_folder|logging_dir)\b"
-_NEXT = rf",?(?: and(?: with)?| or)?(?: an?| another)? (?:{_FOLDER}|output_filename\b|output folder)"
-_FOLDERS = rf"{_FOLDER}(?: \(and [^)]*\)|{_NEXT})*"
-_WORDS = {
-    rf" \(or {_FOLDERS}\)": "",
-    _FOLDERS: "run_folder",
-    r"\bdata_folder(,? (or |and )?glob_pattern)?\b": "input",
-    r"\bmodel_name_or_path\b": "model",
-    r"\bendpoint_url\b": "endpoint",
-    r",? (or|and) (write )?(an|the) adapter( of the reader| that gives one)?": "",
-    r" in default_generation_params\b( or generation_params\b)?|\bpipeline\[\d+\] (?!\S+: )": "",
-    r"--(executor|pipeline\.\d+(\.\w+)*)\.(?=\w+=)": "--",
-    r"\bpipeline\[\d+\] \w+(\.(config|rollout_fn|output_writer))?: |\bexecutor( \w+)?: ": "SOURCE: ",
-    r"\b(InferenceConfig|default_generation_params|rollout_fn)\.|\s*\(rollout_fn\)": "",
-    r"\brollout_fn\b": "rollout",
-    "use class_path: LocalPipelineExecutor": "leave slurm out",
-}
-_IN_PYTHON = {r"--(?=\w+=)": "", "--start-over": "start_over", "to InferenceRunner": "to run()"}
-
-
-def words_of(path: str | None) -> Callable[[str], str]:
-    """Puts messages into the words of a job: of a file, or of the command line."""
-    is_long = path is not None and (is_script(path) or "executor" in load(path))
-    return str if is_long else partial(in_short_words, source=path or "the command line")
-
-
-def in_short_words(text: str, source: str) -> str:
-    """A message about a job in the short form, such as the message of the error that is being handled."""
-    kept = _KEPT
-    for cause in causes(sys.exception()):
-        theirs = getattr(cause, "error", cause)  # a string, if a worker process has sent it
-        if not isinstance(theirs, CkptError) and not isinstance(cause, ServerError):
-            lines = (re.escape(line.strip(" .:")) for line in safe_text(theirs).splitlines())
-            kept += "".join(rf"|(?<!\w){line}(?!\w)" for line in lines if line)
-    parts = re.split(f"({kept})", text)
-    for pattern, word in (_WORDS | (_IN_PYTHON if source == "run()" else {})).items():
-        parts[::2] = [re.sub(pattern, word.replace("SOURCE", source), part) for part in parts[::2]]
-    return "".join(parts).replace(f"{source}: {source}: ", f"{source}: ")
 
 
 def _node(class_path: str, **arguments: Any) -> Node:
@@ -394,15 +356,25 @@ def _flags(task: str, config: Node) -> Node:
     """``model_kwargs`` with what a server needs for the task; the user's come first."""
     from datatrove_ckpt.config.inference_config import ENGINES  # slow to import
 
-    engine, given = ENGINES.get(str(config["server_type"])), config.get("model_kwargs") or {}
-    flags = engine.task_flags.get(task, {}) if engine else {}
-    return {"model_kwargs": {**flags, **given}} if flags and isinstance(given, dict) else {}
+    engine = ENGINES.get(str(config["server_type"]))
+    given = config.get("model_kwargs") or {}
+    if engine:
+        flags = engine.task_flags.get(task, {})
+    else:
+        flags = {}
+    if flags and isinstance(given, dict):
+        return {"model_kwargs": {**flags, **given}}
+    return {}
 
 
 def _rollout(job: ShortJob, source: str) -> Any:
     """A task's or prompt's rollout, a ready-made one by its name, with the prompt if there is one, or a function."""
-    prompt, name = job.prompt, job.rollout
-    given = {} if prompt is None else {"prompt": prompt}
+    prompt = job.prompt
+    name = job.rollout
+    if prompt is None:
+        given = {}
+    else:
+        given = {"prompt": prompt}
     if job.task is not None:
         if name is not None:
             raise ConfigError(f"{source}: task: is a rollout of its own. Give it or rollout, not both.")
@@ -412,11 +384,10 @@ def _rollout(job: ShortJob, source: str) -> Any:
     if is_ready or (name is None and prompt is not None):
         return _node(str(name or "PromptRollout"), **given)
     if (name is None) == (prompt is None):
-        what = (
-            "is missing; give it, or rollout (my_module.my_function)"
-            if name is None
-            else "give it or rollout, not both"
-        )
+        if name is None:
+            what = "is missing; give it, or rollout (my_module.my_function)"
+        else:
+            what = "give it or rollout, not both"
         raise ConfigError(f"{source}: prompt: {what}.")
     return name
 
@@ -424,12 +395,18 @@ def _rollout(job: ShortJob, source: str) -> Any:
 def _server(job: ShortJob, content: Node, source: str) -> Node:
     """The settings of the server: the endpoint's, or those of the engine that fits this machine."""
     if job.model is None:
-        what = "the name that the endpoint knows" if job.endpoint else "a name on the hub, or the path of a GGUF file"
+        if job.endpoint:
+            what = "the name that the endpoint knows"
+        else:
+            what = "a name on the hub, or the path of a GGUF file"
         raise ConfigError(f"{source}: model: is missing; give {what}.")
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
     if job.endpoint is not None:
         return config | {"endpoint_url": job.endpoint}
-    config["server_log_folder"] = "server_logs" if job.jobs else str(Path(job.run_folder, "logs", "server"))
+    if job.jobs:
+        config["server_log_folder"] = "server_logs"
+    else:
+        config["server_log_folder"] = str(Path(job.run_folder, "logs", "server"))
     from datatrove_ckpt.config.inference_config import visible_gpus  # slow to import
 
     gpus = visible_gpus()
@@ -456,7 +433,8 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
 
     Lists the input only if its own name does not tell.
     """
-    if (found := _DATASET.fullmatch(given)) is not None:
+    found = _DATASET.fullmatch(given)
+    if found is not None:
         options = {"split": "train"}
         return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), _MOST_TASKS
     is_here = "://" not in given
@@ -464,7 +442,10 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
     if is_here and has_magic(folder):
         raise ConfigError(f"{source}: input: {given}: a folder with *, ? or [ in its name cannot be read. Rename it.")
     # What comes before an "@" may be a password, which is refused below.
-    kind = _SUFFIXES.get(_suffix(given), "") if pattern and "@" not in given else ""
+    if pattern and "@" not in given:
+        kind = _SUFFIXES.get(_suffix(given), "")
+    else:
+        kind = ""
     is_told = kind and (has_magic(given) or not is_here or Path(given).is_file())
     if (is_told or only_look) and not counts:
         return _node(kind, data_folder=folder, glob_pattern=pattern), 0
@@ -479,15 +460,17 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
         names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
         if not names and is_here and not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
-        below = os.walk(folder) if is_here and not pattern else ()
+        below = os.walk(folder) if is_here and not pattern else iter(())
         linked = [Path(at, name) for at, folders, _ in below for name in folders if Path(at, name).is_symlink()]
     except Exception as error:  # botocore's errors have no common base
-        cause, shown = failure_line(error), re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
+        cause = failure_line(error)
+        shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
         raise ConfigError(f"{source}: input: {shown} cannot be listed: {cause}.") from None
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]
-    odd = [one for one in others if pattern or any(kind in posixpath.basename(one).lower() for kind in known)]
-    plain, problem = Counter(map(_uncompressed, names)), ""
+    odd = [name for name in others if pattern or _looks_like(name, known)]
+    twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
+    problem = ""
     if linked:
         problem = f"a link to a folder, {linked[0]}, which readers do not follow"
     elif has_splits:
@@ -498,13 +481,18 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
         problem = " and ".join(known)
     elif odd:
         problem = f"{odd[0]}, too"
-    elif (most := plain.most_common(1)[0])[1] > 1:
-        problem = f"{most[0]} twice, compressed and not"
+    elif twice:
+        problem = f"{twice[0]} twice, compressed and not"
     if problem:
         advice = "Name files of one kind, such as documents/*.jsonl"
         raise ConfigError(f"{source}: input: {given} holds {problem}. {advice}.")
     node = _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*")
     return node, len(names) - len(others)
+
+
+def _looks_like(name: str, suffixes: list[str]) -> bool:
+    """Whether a file of another kind may have been meant as one of these: ``b.jsonl.bak``."""
+    return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 
 def _suffix(name: str) -> str:
@@ -514,17 +502,22 @@ def _suffix(name: str) -> str:
 
 def _uncompressed(name: str) -> str:
     path = PurePosixPath(name)
-    return str(path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path)
+    if path.suffix.lower() in _COMPRESSED:
+        path = path.with_suffix("")
+    return str(path)
 
 
 def _split(given: str) -> tuple[str, str]:
     """The folder of an input, and the pattern of its files; "": all."""
+    top = "."
+    if given.startswith("/"):
+        top = "/"
     if has_magic(given) and not Path(given).is_file():
         parts = given.split("/")
         first = next(index for index, part in enumerate(parts) if has_magic(part))
-        return "/".join(parts[:first]) or ("/" if given.startswith("/") else "."), "/".join(parts[first:])
+        return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
         exactly = f"{escape(name[:-1])}[{name[-1]}]"  # as it stands, it would fit all names that end so
-        return folder or ("/" if given.startswith("/") else "."), exactly
+        return folder or top, exactly
     return given, ""

@@ -26,6 +26,7 @@ from datatrove.executor import SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import all_are, plural
 
 _JOBS = "slurm_jobs.json"
@@ -79,8 +80,8 @@ def check(executor: SlurmPipelineExecutor) -> None:
     """
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on a "
-            "login node of the cluster, or use class_path: LocalPipelineExecutor. --dry-run shows the script anywhere."
+            f"{written.executor}: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run "
+            f"this on a login node of the cluster, or {written.run_here}. --dry-run shows the script anywhere."
         )
     refuse_queued(executor)
 
@@ -97,8 +98,9 @@ def refuse_queued(executor: SlurmPipelineExecutor) -> None:
     queued = [job for job in map(str, jobs) if _is_queued(job, executor)]
     if queued:
         raise ConfigError(
-            f"executor: job {', '.join(queued)} of this run is still in the queue. Wait until it ends (squeue -j "
-            f"{','.join(queued)}), or cancel it (scancel {' '.join(queued)}), and run the same command again."
+            f"{written.executor}: job {', '.join(queued)} of this run is still in the queue. Wait until it ends "
+            f"(squeue -j {','.join(queued)}), or cancel it (scancel {' '.join(queued)}), and run the same "
+            "command again."
         )
 
 
@@ -121,8 +123,8 @@ def _is_queued(job: str, executor: SlurmPipelineExecutor) -> bool:
     except OSError as error:
         cause = str(error)
     raise ConfigError(
-        f"executor: squeue does not tell whether job {job} of this run is still in the queue: {cause}. Nothing was "
-        f"submitted. Run the same command again when squeue -j {job} answers, or remove "
+        f"{written.executor}: squeue does not tell whether job {job} of this run is still in the queue: {cause}. "
+        f"Nothing was submitted. Run the same command again when squeue -j {job} answers, or remove "
         f"{executor.logging_dir.resolve_paths(_JOBS)} if you know that the job has ended."
     )
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import sys
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.identity import mixed_settings
@@ -25,12 +23,9 @@ from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import carry_out
 from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
-from datatrove_ckpt.maintenance.where import Place, begun_in, open_place, restored, upload
+from datatrove_ckpt.maintenance.where import Place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.preflight.run_plan import RunPlan
 
 # verify --------------------------------------------------------------------------------------------------------------
 
@@ -39,7 +34,11 @@ def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
     with place_of(arguments) as place:
         report = _report(place, arguments.output, arguments.full)
-    code = 1 if report.problems else 3 if report.unfinished else 0
+    code = 0
+    if report.problems:
+        code = 1
+    elif report.unfinished:
+        code = 3
     if arguments.json:
         text = as_json(_as_json(report, arguments.full, code))
     else:
@@ -54,8 +53,8 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 @gc_paused()  # commits of many ranks, and no garbage
-def _report(place: Place, output: str | None = None, full: bool = False, planned: str | None = None) -> Report:
-    return checks.verify(place.folder, output, full, place.given, planned or place.output, place.configured_output)
+def _report(place: Place, output: str | None, full: bool) -> Report:
+    return checks.verify(place.folder, output, full, place.given, place.output, place.configured_output)
 
 
 def _as_json(report: Report, full: bool, code: int) -> Json:
@@ -73,7 +72,10 @@ def _as_json(report: Report, full: bool, code: int) -> Json:
 
 def _rank_as_json(rank: RankLedger) -> Json:
     """``counts`` has been called "tally" since 0.1."""
-    made = None if rank.last_commit is None else datetime.datetime.fromtimestamp(rank.last_commit, datetime.UTC)
+    if rank.last_commit is None:
+        made = None
+    else:
+        made = datetime.datetime.fromtimestamp(rank.last_commit, datetime.UTC)
     return {
         "root": rank.root,
         "rank": rank.number,
@@ -105,11 +107,18 @@ def _totals(report: Report) -> Json:
 
 
 def _verdict(report: Report, full: bool) -> str:
-    sums, counts = report.sums, report.sums.counts
-    found = plural(len(report.problems), "problem") if report.problems else "no problem"
+    sums = report.sums
+    counts = report.sums.counts
+    if report.problems:
+        found = plural(len(report.problems), "problem")
+    else:
+        found = "no problem"
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
-    checked = "sizes and contents" if full else "sizes; --full compares contents, too"
+    if full:
+        checked = "sizes and contents"
+    else:
+        checked = "sizes; --full compares contents, too"
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     return (
@@ -131,37 +140,17 @@ def repair(arguments: argparse.Namespace) -> int:
         plan = make_plan(report, logging_dir)
         lines = list(plan.describe(logging_dir))
         is_needed = plan.ranks or plan.markers
-        if not is_needed:
-            lines.append("There is nothing that repair can do." if plan.left else "There is nothing to repair.")
-        do = partial(_repair, plan, report, logging_dir, named, place) if is_needed else None
+        do = None
+        if is_needed:
+            do = partial(_repair, plan, report, logging_dir, named, place)
+        elif plan.left:
+            lines.append("There is nothing that repair can do.")
+        else:
+            lines.append("There is nothing to repair.")
         announce(map(place.said, lines), do, arguments.dry_run)
-    return 1 if plan.left else 0
-
-
-def repair_before_run(run: RunPlan) -> bool:
-    """Prints what ``repair`` does to the checkpoints of a job, asks on a terminal, and does it. Nothing to do: silent.
-
-    Returns False if the user says no.
-    """
-    logging_dir = str(run.logging_dir.resolve_paths(""))
-    for runner in run.runners:
-        step = runner.step
-        if (what := begun_in(runner.root, step.checkpoints_remote_dir)) is None:
-            continue
-        with open_place(what, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
-            output = str(step.output_writer.output_folder.resolve_paths(""))
-            report = _report(place, planned=output)
-            if any(problem.path == output for problem in report.problems):  # it is gone, with all its files
-                report = _report(place, output)
-            plan = make_plan(report, logging_dir)
-            if not (plan.ranks or plan.markers):
-                continue
-            check_output_folder(report)
-            announce(map(place.said, plan.describe(logging_dir)), None)
-            if sys.stdin.isatty() and input("Repair this, and run? [y/N] ").strip().lower() not in ("y", "yes"):
-                return False
-            _repair(plan, report, logging_dir, named, place)
-    return True
+    if plan.left:
+        return 1
+    return 0
 
 
 def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:
@@ -171,7 +160,9 @@ def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, p
     carry_out(plan, report, logging_dir)
     upload(place, plan.ranks)
     again = "Run the pipeline again to process these chunks"
-    again += ", as a retry of dead letters." if all(rank.root for rank in plan.ranks) and plan.ranks else "."
+    if plan.ranks and all(rank.root for rank in plan.ranks):
+        again += ", as a retry of dead letters"
+    again += "."
     if logging_dir is not None or not plan.ranks:
         return f"Done. {again}"
     numbers = sorted({rank.number for rank in plan.ranks})

@@ -31,6 +31,7 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import Door, current, written
 from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 
@@ -54,16 +55,6 @@ _EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file"}  # wh
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 # Of ``default_generation_params``. The short form has them as settings.
 ANSWER = ("max_tokens", "temperature", "top_p", "stop")
-# Where the arguments of a class belong. Where several classes have one, the last class counts.
-_HOMES = {
-    "init_args of the reader": "JsonlReader",
-    "init_args of output_writer": "JsonlWriter",
-    "init_args of rollout_fn": "PromptRollout",
-    "monitoring of InferenceRunner": "datatrove_ckpt.config.MonitoringConfig",
-    "config of InferenceRunner": "InferenceConfig",
-    "init_args of InferenceRunner": "InferenceRunner",
-    "init_args of executor": "LocalPipelineExecutor",
-}
 
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)
@@ -86,9 +77,14 @@ def load(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{hint}") from None
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        hint = hint or " Does a text need quotes?" * bool(re.search("character '[@`%]|mapping values", str(problem)))
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or error
+        if mark:
+            where = f":{mark.line + 1}:{mark.column + 1}"
+        else:
+            where = ""
+        if not hint and re.search("character '[@`%]|mapping values", str(problem)):
+            hint = " Does a text need quotes?"
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
@@ -96,7 +92,7 @@ def load(path: str | Path) -> dict[str, Any]:
             "form: run_folder, input, prompt and model."
         )
     if "executor" in content:
-        refuse_unknown(content, ["executor", "kubernetes"], str(path), _homes)
+        refuse_unknown(content, ["executor", "kubernetes"], str(path))
     return content
 
 
@@ -118,8 +114,15 @@ def build(content: dict[str, Any]) -> Any:
     for name, default in _NUMBERS.items():
         number = getattr(executor, name, 1)
         if number < 1 and (number != -1 or not default):
-            allowed = f"at least 1, or -1 for {default}" if default else "at least 1"
-            raise ConfigError(f"executor {type(executor).__name__}: {name}: must be {allowed}; it is {number}.")
+            if default:
+                allowed = f"at least 1, or -1 for {default}"
+            else:
+                allowed = "at least 1"
+            place = current().form or f"executor {type(executor).__name__}"
+            raise ConfigError(f"{place}: {name}: must be {allowed}; it is {number}.")
+    for index, step in enumerate(executor.pipeline):
+        if isinstance(getattr(step, "door", None), Door):
+            step.door = dataclasses.replace(step.door, runner=index)
     return executor
 
 
@@ -134,19 +137,26 @@ def leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 def short(place: str) -> str:
     """A place as an override names it."""
-    return place.removeprefix("executor.") if place.startswith("executor.pipeline.") else place
+    if place.startswith("executor.pipeline."):
+        return place.removeprefix("executor.")
+    return place
 
 
 def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     """Builds the object that a mapping with class_path and init_args describes."""
     if not isinstance(node, dict) or "class_path" not in node:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
-    refuse_unknown(node, ["class_path", "init_args"], place, _homes)
+    refuse_unknown(node, ["class_path", "init_args"], place)
     found = import_name(node["class_path"], place)
     if not isinstance(found, type) or not fits(found, kinds):
-        wanted = in_words(kinds) if isinstance(found, type) else "a class"
+        if isinstance(found, type):
+            wanted = in_words(kinds)
+        else:
+            wanted = "a class"
         raise ConfigError(f"{place}: class_path: {show(node['class_path'])} is not {wanted}.")
-    label = f"{place} {found.__name__}" if place == "executor" or place.endswith("]") else place
+    label = place
+    if place == "executor" or place.endswith("]"):
+        label = current().form or f"{place} {found.__name__}"
     return construct(found, node.get("init_args"), label)
 
 
@@ -156,7 +166,7 @@ def construct(cls: Any, given: Any, label: str) -> Any:
     arguments: dict[str, Any] = given or {}
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
-        refuse_unknown(arguments, list(parameters), label, _homes)
+        refuse_unknown(arguments, list(parameters), label)
     if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
@@ -174,7 +184,10 @@ def construct(cls: Any, given: Any, label: str) -> Any:
     except ImportError as error:
         raise ConfigError(_not_installed(error, values, label)) from error
     except Exception as error:
-        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        if isinstance(error, ValueError):
+            name = ""
+        else:
+            name = f"{type(error).__name__}: "
         raise ConfigError(f"{label}: {name}{error}") from error
     if ours:  # folders again, because a tuple or another argument may name one
         attributes = getattr(built, "__dict__", {})
@@ -186,14 +199,17 @@ def _check_paths(label: str, arguments: dict[str, Any]) -> None:
     """Refuses variables in paths that datatrove opens: it would make a folder of that name."""
     for key, value in arguments.items():
         if isinstance(value, str) and key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED:
-            refuse_variables(f"{label}: {key}", value)
+            refuse_variables(f"{label}: {written(key)}", value)
 
 
 def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> str:
     """A step needs a package: itself, or for the URL of one of its arguments."""
     folders = {key: value[0] if isinstance(value, list) and value else value for key, value in values.items()}
     urls = [key for key, folder in folders.items() if isinstance(folder, str) and re.match(r"\w+://", folder)]
-    key = f".{urls[0]}" if len(urls) == 1 else ""
+    if len(urls) == 1:
+        key = f".{urls[0]}"
+    else:
+        key = ""
     return f"{label}{key}: {missing_package(str(error)) or f'{type(error).__name__}: {error}'}"
 
 
@@ -205,20 +221,25 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
     plain = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
     is_object = isinstance(value, dict) and "class_path" in value
     if isinstance(value, dict) and plain and not is_object:
-        if (named := named_hint(kinds, value)) is not None:
+        named = named_hint(kinds, value)
+        if named is not None:
             return {name: _value(named, one, _inside(label, key), name) for name, one in value.items()}
         return construct(plain[0], value, _inside(label, key))
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
-    if isinstance(value, list) and (element := item_hint(kinds)) is not None:
+    element = item_hint(kinds)
+    if isinstance(value, list) and element is not None:
         return [_value(element, item, label, f"{key}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, str) and not {str, Any} & {*kinds} and any(map(is_callable, kinds)):
         return _function(value, label, key)
     with contextlib.suppress(TypeError):
         return as_one_of(kinds, value)
-    shown = HIDDEN if may_name_secret(key) else show(value)
+    if may_name_secret(key):
+        shown = HIDDEN
+    else:
+        shown = show(value)
     hint = _did_you_mean(value, choices_of(kinds)) or "."
-    raise ConfigError(f"{label}: {key}: {shown} is not {in_words(kinds)}{hint}")
+    raise ConfigError(f"{label}: {written(key)}: {shown} is not {in_words(kinds)}{hint}")
 
 
 def as_one_of(kinds: list[Any], value: Any) -> Any:
@@ -238,7 +259,8 @@ def as_one_of(kinds: list[Any], value: Any) -> Any:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    outer, inner = origin(kind), typing.get_args(kind)
+    outer = origin(kind)
+    inner = typing.get_args(kind)
     if outer is Literal:
         is_one = any(choice == value and type(choice) is type(value) for choice in inner)
     elif outer is float and type(value) is int:
@@ -264,14 +286,19 @@ def _items(outer: Any, inner: tuple[Any, ...], value: list[Any]) -> Any:
     if len(hints) != len(value):
         raise TypeError
     items = [as_one_of(alternatives(hint), item) for hint, item in zip(hints, value, strict=True)]
-    return outer(items) if outer in _MADE_OF_LISTS else items
+    if outer in _MADE_OF_LISTS:
+        return outer(items)
+    return items
 
 
 def _function(path: str, label: str, key: str) -> Any:
     place = _inside(label, key)
     found = import_name(path, place, "function")
     if isinstance(found, type) or not callable(found):
-        advice = f"a class; write class_path: {path}" if isinstance(found, type) else "not a function"
+        if isinstance(found, type):
+            advice = f"a class; write class_path: {path}"
+        else:
+            advice = "not a function"
         raise ConfigError(f'{place}: "{path}" is {advice}.')
     return found
 
@@ -282,7 +309,7 @@ def import_name(path: Any, place: str, what: str = "class") -> Any:
     Raises:
         ConfigError: there is no such name, or its module cannot be imported.
     """
-    module_name, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", str(path))
+    module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
         hint = _did_you_mean(name, SHORT_NAMES) or "; give its import path, such as my_module.my_name."
         raise ConfigError(f'{place}: no {what} "{name}"{hint}')
@@ -306,41 +333,37 @@ def import_name(path: Any, place: str, what: str = "class") -> Any:
 
 def _inside(label: str, key: str) -> str:
     """The path of an argument for messages; pipeline steps are pipeline[0], pipeline[1], ..."""
-    return key if re.fullmatch(r"executor \w+", label) and key.startswith("pipeline[") else f"{label}.{key}"
+    if key.startswith("pipeline["):
+        return key
+    if label == current().form and key in ("config", "rollout_fn", "output_writer"):
+        return label
+    return f"{label}.{key}"
 
 
-def _homes() -> dict[str, str]:
-    """Where each key belongs."""
-    homes = dict.fromkeys(ANSWER, "default_generation_params of config")
-    for home, name in _HOMES.items():
-        homes |= dict.fromkeys(parameters_of(import_name(name, home))[0], home)
-    return homes
-
-
-def refuse_unknown(
-    mapping: dict[str, Any], known: list[str], place: str, elsewhere: Callable[[], dict[str, str]] = dict
-) -> None:
-    """Refuses keys that are not known. ``elsewhere``: where other keys belong."""
+def refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> None:
+    """Refuses keys that are not known."""
     for key in mapping:
         if key not in known:
-            others = elsewhere()
-            hint = f"; it belongs in {others[key]}." if key in others else ""
-            hint = hint or _did_you_mean(key, known) or _did_you_mean(key, others)
+            hint = _did_you_mean(key, known, cutoff=0.7)
             if not hint and len(known) > _MOST_LISTED:
                 hint = "; see docs/settings.md."
             hint = hint or f"; allowed are {', '.join(known) or 'none'}."
             raise ConfigError(f'{place}: unknown key "{key}"{hint}')
 
 
-def _did_you_mean(name: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.65)
-    return f', did you mean "{close[0]}"?' if close else ""
+def _did_you_mean(name: Any, known: Iterable[str], cutoff: float = 0.65) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    if close:
+        return f', did you mean "{close[0]}"?'
+    return ""
 
 
 def show(value: Any) -> str:
     """A value for a message: as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."
 
 
 # overrides ------------------------------------------------------------------------------------------------------------
@@ -357,12 +380,18 @@ def read_argument(text: str, kinds: list[Any]) -> Any:
     if isinstance(value, dict | list):
         takes_several = any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
         is_meant = takes_several and text.lstrip().startswith(("{", "["))
-        return text if {str, Any} & {*kinds} and not is_meant else value
+        if {str, Any} & {*kinds} and not is_meant:
+            return text
+        return value
     if str not in kinds:
         return value
     if isinstance(value, str):
-        return value if text.startswith(("'", '"')) else text
-    return value if type(value) in kinds else text
+        if text.startswith(("'", '"')):
+            return value
+        return text
+    if type(value) in kinds:
+        return value
+    return text
 
 
 def set_at_path(content: dict[str, Any], override: str, short: type | None = None) -> None:
@@ -380,7 +409,9 @@ def set_at_path(content: dict[str, Any], override: str, short: type | None = Non
             f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
         )
     node: Any = content
-    kinds: list[Any] = [] if short is None else [short]
+    kinds: list[Any] = []
+    if short is not None:
+        kinds = [short]
     *outer, last = keys
     for key in outer:
         kinds = _kinds_inside(node, kinds, key)
@@ -409,14 +440,17 @@ def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) ->
 def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
     """What the value at a key of the node may be, if the node is one of ``kinds``."""
     hint: Any = None
+    plain = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
     if isinstance(node, list):
         hint = item_hint(kinds)
     elif isinstance(node, dict) and "class_path" in node:
         with contextlib.suppress(ConfigError):  # reported with its place when the executor is built
             hint = _hint_of(import_name(node["class_path"], "class_path"), key)
-    elif len(plain := [kind for kind in kinds if dataclasses.is_dataclass(kind)]) == 1:
+    elif len(plain) == 1:
         hint = named_hint(kinds, {key: {}}) or _hint_of(plain[0], key)
-    return alternatives(Any if hint is None else hint)
+    if hint is None:
+        hint = Any
+    return alternatives(hint)
 
 
 def _hint_of(cls: Any, key: str) -> Any:
@@ -459,8 +493,12 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
 def _hint(hint: Any, default: Any) -> Any:
     """Corrects datatrove's annotations: ``adapter: Callable = None``, ``save_media_bytes=False``."""
     if hint is Any:
-        return bool if isinstance(default, bool) else Any
-    return hint | None if default is None else hint
+        if isinstance(default, bool):
+            return bool
+        return Any
+    if default is None:
+        return hint | None
+    return hint
 
 
 def alternatives(hint: Any) -> list[Any]:
@@ -478,7 +516,9 @@ def origin(kind: Any) -> Any:
 def item_hint(kinds: list[Any]) -> Any:
     """What the items of a list may be, if exactly one of the kinds is a list; else None."""
     lists = [kind for kind in kinds if origin(kind) is list]
-    return (typing.get_args(lists[0]) or (Any,))[0] if len(lists) == 1 else None
+    if len(lists) == 1:
+        return (typing.get_args(lists[0]) or (Any,))[0]
+    return None
 
 
 def named_hint(kinds: list[Any], value: dict[str, Any]) -> Any:
@@ -489,7 +529,9 @@ def named_hint(kinds: list[Any], value: dict[str, Any]) -> Any:
     classes = [one for one in named if dataclasses.is_dataclass(one)]
     if not classes or not value or not all(isinstance(one, dict) for one in value.values()):
         return None
-    return None if value.keys() & parameters_of(classes[0])[0].keys() else classes[0]
+    if value.keys() & parameters_of(classes[0])[0].keys():
+        return None
+    return classes[0]
 
 
 def is_class(kind: Any) -> bool:
@@ -514,15 +556,19 @@ def in_words(kinds: list[Any]) -> str:
     choices = choices_of(kinds)
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
         kinds = [kind for kind in kinds if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))]
-    words = [f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]] if choices else []
-    words += [_word(kind) for kind in kinds if not (choices and (kind is type(None) or origin(kind) is Literal))]
+    words = choices
+    if len(choices) > 1:
+        words = [f"one of {', '.join(choices)}"]
+    words = words + [_word(kind) for kind in kinds if not (choices and (kind is type(None) or origin(kind) is Literal))]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
 
 
 def choices_of(kinds: list[Any]) -> list[str]:
     """The values that a Literal among the kinds allows."""
     choices = [str(choice) for kind in kinds if origin(kind) is Literal for choice in typing.get_args(kind)]
-    return [*choices, "null"] if choices and type(None) in kinds else choices
+    if choices and type(None) in kinds:
+        return [*choices, "null"]
+    return choices
 
 
 _NAMES_OF_TYPES = {
@@ -539,7 +585,10 @@ def _word(kind: Any) -> str:
     if is_callable(kind):
         return "an import path such as my_module.my_function"
     name = getattr(origin(kind), "__name__", str(kind))
-    article = "an" if name[0] in "AEIOU" else "a"
+    if name[0] in "AEIOU":
+        article = "an"
+    else:
+        article = "a"
     return _NAMES_OF_TYPES.get(name, f"{article} {name}")
 
 
@@ -608,7 +657,13 @@ _ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")  # PyYAML writes those unescape
 
 
 def _represent_text(dumper: _Dumper, text: str) -> Any:
-    style = '"' if _ODD_BREAKS.search(text) else "|" if "\n" in text else None if read_value(text) == text else "'"
+    style = None
+    if _ODD_BREAKS.search(text):
+        style = '"'
+    elif "\n" in text:
+        style = "|"
+    elif read_value(text) != text:
+        style = "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

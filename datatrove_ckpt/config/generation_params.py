@@ -12,6 +12,7 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.redaction import HiddenDict
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
@@ -52,17 +53,19 @@ def merged(payload: dict[str, Any], key: str = "payload") -> tuple[dict[str, Any
     for extra in _EXTRAS:
         given = body.pop(extra, None) or {}
         if not isinstance(given, dict):
-            raise ConfigError(f"{key}.{extra}: must be a mapping.")
+            raise ConfigError(f"{written(f'{key}.{extra}')}: must be a mapping.")
         extras[extra] = HiddenDict(given)
     body |= extras.pop("extra_body")
     if body.get("stream"):
-        raise ConfigError(f"{key}.extra_body.stream: answers are read as a whole. Remove stream.")
+        raise ConfigError(f"{written(f'{key}.extra_body.stream')}: answers are read as a whole. Remove stream.")
     for extra, fields in extras.items():
         for name, value in fields.items():
             if not isinstance(value, str):
-                raise ConfigError(f"{key}.{extra}.{name}: must be a text.")
+                raise ConfigError(f"{written(f'{key}.{extra}.{name}')}: must be a text.")
             if extra == "extra_headers" and not _FIELD.fullmatch(f"{name}: {value}"):
-                raise ConfigError(f"{key}.{extra}.{name}: must be a text that can be sent as a header field.")
+                raise ConfigError(
+                    f"{written(f'{key}.{extra}.{name}')}: must be a text that can be sent as a header field."
+                )
     if not any(extras.values()):
         extras.clear()
     return body, extras
@@ -83,11 +86,11 @@ def refuse_unsendable(value: object, key: str = "payload", default: Any = None) 
         for name, part in value.items():
             refuse_unsendable(part, f"{key}.{name}", default)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{key}: JSON has no {value}, and null would be sent.")
+        raise ConfigError(f"{written(key)}: JSON has no {value}, and null would be sent.")
     try:
         orjson.dumps(value, option=PAYLOAD_JSON, default=default)
     except TypeError as error:
-        raise ConfigError(f"{key}: cannot be sent as JSON ({error}).") from None
+        raise ConfigError(f"{written(key)}: cannot be sent as JSON ({error}).") from None
 
 
 def warn_of_unknown(params: dict[str, object]) -> None:
@@ -99,7 +102,10 @@ def warn_of_unknown(params: dict[str, object]) -> None:
 
 @lru_cache(maxsize=1000)
 def _warn(name: str) -> None:
-    if name not in _KNOWN and (near := get_close_matches(name, _KNOWN, 1, 0.8)):
+    if name in _KNOWN:
+        return
+    near = get_close_matches(name, _KNOWN, 1, 0.8)
+    if near:
         logger.warning(
             f"The request parameter {name!r} is not one that we know; did you mean {near[0]!r}? It is sent as it is, "
             "and many servers ignore what they do not know."
@@ -113,19 +119,19 @@ def check_generation_params(key: str, params: object) -> None:
         ConfigError: they are no JSON object, ask for a stream, or have a number that no server takes.
     """
     if not isinstance(params, dict):
-        raise ConfigError(f"{key}: {params!r} is not a mapping of payload keys to values.")
+        raise ConfigError(f"{written(key)}: {params!r} is not a mapping of payload keys to values.")
     params, _ = merged(params, key)
     refuse_unsendable(params, key)
     if params.get("stream"):
-        raise ConfigError(f"{key}.stream: answers are read as a whole; remove it.")
+        raise ConfigError(f"{written(f'{key}.stream')}: answers are read as a whole; remove it.")
     for name in TOKEN_LIMITS:
         value = params.get(name)
         if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):
-            raise ConfigError(f"{key}.{name}: {value!r} is not a whole number of tokens, 1 or more.")
+            raise ConfigError(f"{written(f'{key}.{name}')}: {value!r} is not a whole number of tokens, 1 or more.")
     for name, (least, most) in _RANGES.items():
         value = params.get(name)
         if value is not None and not (_is_number(value) and least <= value <= most):
-            raise ConfigError(f"{key}.{name}: {value!r} is not a number from {least:g} to {most:g}.")
+            raise ConfigError(f"{written(f'{key}.{name}')}: {value!r} is not a number from {least:g} to {most:g}.")
 
 
 def _is_number(value: object) -> bool:

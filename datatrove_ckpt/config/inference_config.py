@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.ways import USUAL_WAYS, WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 
 LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
@@ -161,7 +162,7 @@ class InferenceConfig:
         if self.server_type not in ENGINES:
             raise ConfigError(f"server_type: {self.server_type!r} is not one of {', '.join(ENGINES)}.")
         if not self.model_name_or_path:
-            raise ConfigError("model_name_or_path: is empty; set it to the model's name or path.")
+            raise ConfigError(f"{written.model_name_or_path}: is empty; set it to the model's name or path.")
         self.engine.check(self)
         for url in map(Key, self.endpoint_urls):
             _check_url(url)
@@ -197,10 +198,15 @@ class InferenceConfig:
 
     def _check_numbers(self) -> None:
         for name, rule in _MINIMA.items():
-            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            value = getattr(self, name)
+            default = type(self).__dataclass_fields__[name].default
             if (value is None and default is None) or (value == "auto" and name == "max_concurrent_generations"):
                 continue
-            if not (value > 0 if rule == "> 0" else value >= int(rule[-1])):
+            if rule == "> 0":
+                is_right = value > 0
+            else:
+                is_right = value >= int(rule[-1])
+            if not is_right:
                 raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
@@ -224,7 +230,8 @@ class InferenceConfig:
             tokens = self.default_generation_params.get(name)
             if self.server_type != "endpoint" and tokens is not None and tokens >= self.model_max_context:
                 raise ConfigError(
-                    f"default_generation_params.{name}: {tokens} tokens leave no room for a prompt: model_max_context, "
+                    f"{written(f'default_generation_params.{name}')}: {tokens} tokens leave no room for a prompt: "
+                    "model_max_context, "
                     f"prompt and answer together, is {self.model_max_context}."
                 )
 
@@ -235,13 +242,18 @@ class InferenceConfig:
     @property
     def endpoint_urls(self) -> list[str]:
         """The endpoint's URLs as a list, with ``${NAME}`` not replaced."""
-        urls = [self.endpoint_url] if isinstance(self.endpoint_url, str) else list(self.endpoint_url or [])
+        if isinstance(self.endpoint_url, str):
+            urls = [self.endpoint_url]
+        else:
+            urls = list(self.endpoint_url or [])
         return [url.strip() for url in urls]
 
     @property
     def said(self) -> str:
         """What stands before a message about one of several models: "judge: "."""
-        return f"{self.name}: " if self.name else ""
+        if self.name:
+            return f"{self.name}: "
+        return ""
 
     def server_name(self, server: int | str) -> str:
         """Of one of its servers, within the rank: "0", or "judge 0"."""
@@ -250,12 +262,16 @@ class InferenceConfig:
     @property
     def gpus_each(self) -> int:
         """How many GPUs one of the servers gets, where they are divided."""
-        return self.engine.gpus_per_server(self) if self.gpus is None else self.gpus // self.replicas
+        if self.gpus is None:
+            return self.engine.gpus_per_server(self)
+        return self.gpus // self.replicas
 
     @property
     def servers(self) -> int:
         """How many servers a task sends requests to: those that it launches, or the endpoint's URLs."""
-        return len(self.endpoint_urls) if self.server_type == "endpoint" else self.replicas
+        if self.server_type == "endpoint":
+            return len(self.endpoint_urls)
+        return self.replicas
 
     @property
     def server_drain_sec(self) -> float:
@@ -288,7 +304,10 @@ class InferenceConfig:
         else:
             return None
         if not key.reveal().isprintable() or key.reveal() != key.reveal().strip():
-            where = f"api_key_env: the value of {self.api_key_env}" if self.api_key_env else "api_key: the key"
+            if self.api_key_env:
+                where = f"api_key_env: the value of {self.api_key_env}"
+            else:
+                where = "api_key: the key"
             raise ConfigError(f"{where} holds a space at an end, a line break or another control character. Remove it.")
         return key
 
@@ -343,13 +362,14 @@ def _check_url(url: Key) -> None:
     # A variable is checked where the task runs.
     if not (url.reveal().startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url.reveal())):
         raise ConfigError(
-            "endpoint_url: must start with http:// or https://, or with ${NAME}, an environment variable that does."
+            f"{written.endpoint_url}: must start with http:// or https://, or with ${{NAME}}, an environment "
+            "variable that does."
         )
     if any(char.isspace() for char in url.reveal()):
-        raise ConfigError("endpoint_url: contains a space or a line break. Remove it, or write %20.")
+        raise ConfigError(f"{written.endpoint_url}: contains a space or a line break. Remove it, or write %20.")
     if "@" in url.reveal():
         raise ConfigError(
-            "endpoint_url: contains a user or a password, which would be written to files; use api_key_env."
+            f"{written.endpoint_url}: contains a user or a password, which would be written to files; use api_key_env."
         )
     # Of a part without "=", the name may be the secret.
     unhidden = [
@@ -359,7 +379,8 @@ def _check_url(url: Key) -> None:
     ]
     if unhidden:
         raise ConfigError(
-            f"endpoint_url: the value{unhidden[0]} in its query would be written to files. Export it as an environment "
+            f"{written.endpoint_url}: the value{unhidden[0]} in its query would be written to files. Export it as "
+            "an environment "
             "variable, and write ${VARIABLE} in its place."
         )
 
@@ -416,7 +437,9 @@ class Nodes:
         """DATATROVE_NODE_RANK is -1 if each task has one node. DATATROVE_NODE_IPS may then name other tasks' nodes."""
         rank = int(os.environ.get("DATATROVE_NODE_RANK", "-1"))
         hosts = tuple(host.strip() for host in os.environ.get("DATATROVE_NODE_IPS", "").split(",") if host.strip())
-        return cls(rank, hosts) if rank >= 0 and len(hosts) > 1 else cls()
+        if rank >= 0 and len(hosts) > 1:
+            return cls(rank, hosts)
+        return cls()
 
     @property
     def count(self) -> int:
@@ -595,7 +618,9 @@ class Engine:
         within = bool(given.get("enable-dp-attention"))  # SGLang: data parallel inside the tensor parallel group
         tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")
         pp = size(config.pp, "pipeline-parallel-size", "pp-size")
-        return tp * pp * (1 if within else size(config.dp, "data-parallel-size", "dp-size", "dp"))
+        if within:
+            return tp * pp
+        return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 
     def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
         """The payload keys that make it keep to a form, or why there are none. By default those of OpenAI's API.
@@ -606,7 +631,10 @@ class Engine:
         """
         if kind == "json_schema":
             return {"response_format": {"type": kind, kind: {"name": "answer", "schema": value, "strict": True}}}
-        instead = "json_schema with an enum" if kind == "choice" else "json_schema"
+        if kind == "choice":
+            instead = "json_schema with an enum"
+        else:
+            instead = "json_schema"
         return f"OpenAI's API takes no {kind}; use {instead}"
 
     def lacks(self, way: str) -> str:
@@ -641,7 +669,8 @@ def visible_gpus() -> list[str]:
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    return [str(index) for index in range(sum(1 for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)))]
+    devices = [path for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)]
+    return [str(index) for index in range(len(devices))]
 
 
 def arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:
@@ -659,8 +688,13 @@ def flag(name: str, value: object, *, joined: bool = False) -> tuple[str, ...]:
         return (f"--{name}",)
     if value is False:
         return (f"--no-{name}",)
-    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-    return (f"--{name}={text}",) if joined else (f"--{name}", text)
+    if isinstance(value, dict | list):
+        text = json.dumps(value)
+    else:
+        text = str(value)
+    if joined:
+        return (f"--{name}={text}",)
+    return (f"--{name}", text)
 
 
 def dashed(name: str) -> str:

@@ -43,7 +43,9 @@ def models_of(config: InferenceConfig | Mapping[str, InferenceConfig]) -> dict[s
                 "else. Take letters, digits and _, such as judge."
             )
     models = {name: _checked(f"config: {name}", one) for name, one in config.items()}
-    return models if len(models) == 1 else _several(models)
+    if len(models) == 1:
+        return models
+    return _several(models)
 
 
 def _checked(place: str, config: object) -> InferenceConfig:

@@ -81,7 +81,10 @@ class MonitoringConfig:
         """
         if self.run_name is not None:
             return self.run_name
-        parts = [part for part in (output if checkpoints is None else str(checkpoints)).split("/") if part]
+        path = output
+        if checkpoints is not None:
+            path = str(checkpoints)
+        parts = [part for part in path.split("/") if part]
         telling = [part for part in parts if part.lower() not in _TELL_NOTHING]
         return (telling or parts or ["run"])[-1]
 

@@ -7,9 +7,9 @@ import shlex
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeGuard
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.redaction import VARIABLE, refuse_tilde
 
 
@@ -25,14 +25,15 @@ def expand_path(setting: str, path: str) -> Path:
         name = match[1] or match[2]
         if name not in os.environ:
             raise ConfigError(
-                f"{setting}: {path!r}: the environment variable {name} is not set here ({socket.gethostname()}). "
+                f"{written(setting)}: {path!r}: the environment variable {name} is not set here "
+                f"({socket.gethostname()}). "
                 "Export it where the tasks run, or write the path out."
             )
     try:
         found = Path(os.path.expandvars(path)).expanduser().absolute()
     except RuntimeError:
-        raise ConfigError(f"{setting}: {path!r}: there is no such home folder. Write the path out.") from None
-    refuse_tilde(setting, path, found)
+        raise ConfigError(f"{written(setting)}: {path!r}: there is no such home folder. Write the path out.") from None
+    refuse_tilde(written(setting), path, found)
     return found
 
 
@@ -43,16 +44,8 @@ def existing_part(path: Path) -> Path:
     return path
 
 
-def is_script(path: str | None) -> TypeGuard[str]:
-    """Whether the file of a job is a Python script, and no YAML."""
-    return path is not None and path.endswith(".py") and not Path(path).is_dir()
-
-
 def start_command(given: Sequence[str]) -> str:
     """The command that runs a job, named by its file, if there is one, and what stands behind it."""
-    if given and is_script(given[0]):
-        own = [word for one in given if one.startswith("--main=") for word in shlex.split(one[len("--main=") :])]
-        return shlex.join(["python", given[0], *own])
     return shlex.join(["datatrove-ckpt", "run", *given])
 
 

@@ -33,6 +33,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import forgotten_await, printable, safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import as_read as encode_as_read
 from datatrove_ckpt.output.documents import decode
@@ -169,7 +170,7 @@ class DeadLetterPass:
         folder = rank_folder(root, rank)
         if not is_finished(folder):
             raise CheckpointMismatch(
-                f"Rank {rank} in {root} is not finished. Run it to its end first, without retry_dead_letters."
+                f"Rank {rank} in {root} is not finished. Run it to its end first, without {written.retry_dead_letters}."
             )
         passes = [cls(root, number, rank) for number in range(1, 1 + _last_retry(root))]
         for retry in passes:

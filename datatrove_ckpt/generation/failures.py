@@ -30,6 +30,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     causes,
 )
+from datatrove_ckpt.errors.doors import ChangeSetting, written
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
 from datatrove_ckpt.generation.exits import name_of
@@ -51,8 +52,7 @@ class Failures:
         kept: dead letters are written somewhere. Without a checkpoint they are not; then a document is left out only
             if the user has set ``skip_bad_requests``.
         taken: letters that retries have taken: their documents are not processed here; None: there are no retries.
-        how_to_accept: changes of the rollout; another setting is given in the same way.
-        if_corrected: what a user must know who corrects the rollout, as a sentence; "" if nothing.
+        if_corrected: what a user must know who corrects the rollout, as parts of a message; empty if nothing.
     """
 
     on_document_error: OnDocumentError
@@ -61,8 +61,7 @@ class Failures:
     limit: int | None
     kept: bool
     taken: TakenLetters | None
-    how_to_accept: str
-    if_corrected: str
+    if_corrected: Sequence[object]
 
     @property
     def keep_as_read(self) -> bool:
@@ -100,7 +99,7 @@ class Failures:
             raise TooManyDeadLetters(
                 f"{plural(self.dead, 'document')} of this rank failed, more than max_dead_letters={self.limit} "
                 f"allows. The last one, {name}: {cause}. Fix the cause and run the same command again. When "
-                "the rank is finished, --retry-dead-letters processes the dead letters again."
+                f"the rank is finished, {written.retry_dead_letters} processes the dead letters again."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(
@@ -151,28 +150,29 @@ def _named(doc_id: str, slot: ChunkSlot) -> str:
     return f"document {safe_repr(doc_id)} (number {slot.ordinal} of this rank)"
 
 
-def correction(rollout_fn: object, how_to_accept: str) -> str:
+def correction(rollout_fn: object) -> list[object]:
     """What a user must know who corrects this rollout in the middle of a run; of one that is ready-made, nothing."""
     if type(rollout_fn).__module__ == InvalidAnswer.__module__:
-        return ""
-    return (
-        f"If you change the code of the rollout {name_of(rollout_fn)} for that, {how_to_accept}: what is done and paid "
-        "is kept, and the new code works on the documents that are not done."
-    )
+        return []
+    return [
+        f" If you change the code of the rollout {name_of(rollout_fn)} for that, ",
+        ChangeSetting("accept_changes"),
+        ": what is done and paid is kept, and the new code works on the documents that are not done.",
+    ]
 
 
 def _stop(name: str, cause: str, error: BaseException, document: Document, rule: Failures) -> NoReturn:
     if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
         raise error
-    way = f"{_way_out(error, rule.how_to_accept)}Fix the cause and run the same command again. {rule.if_corrected}"
+    way = [*_way_out(error), "Fix the cause and run the same command again.", *rule.if_corrected]
     if rule.kept and not rule.if_corrected and any(isinstance(one, InvalidAnswer) for one in causes(error)):
-        how = rule.how_to_accept.replace("accept_changes=True", 'on_document_error="dead_letter"')
-        way = (
+        way = [
             "These answers are saved, too, so the same command fails again. To go on without such documents, as dead "
-            f"letters, {how.replace('accept_changes=true', 'on_document_error=dead_letter')}. A new run drops them "
-            "with invalid_answer: drop."
-        )
-    message = f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {way}".rstrip()
+            "letters, ",
+            ChangeSetting("on_document_error", "dead_letter"),
+            ". A new run drops them with invalid_answer: drop.",
+        ]
+    message = [f"D{name[1:]} failed: {cause}. The answers of other documents are saved. ", *way]
     if isinstance(error, InferenceError):
         raise DocumentFailed(message, document, error.error, error.payload) from error
     raise DocumentFailed(message, document, error) from error
@@ -186,34 +186,36 @@ _TOO_LONG = re.compile(
 )
 
 
-def _way_out(error: BaseException, how_to_accept: str) -> str:
-    """What to do about a rejected request, as sentences that end with a blank."""
+def _way_out(error: BaseException) -> list[object]:
+    """What to do about a rejected request, as parts of a message that end with a blank."""
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None:
-        return ""
-    way = (
-        "To go on without each document whose request is rejected, as a dead letter, "
-        f"{how_to_accept.replace('accept_changes', 'skip_bad_requests')}. "
-    )
+        return []
+    way: list[object] = [
+        "To go on without each document whose request is rejected, as a dead letter, ",
+        ChangeSetting("skip_bad_requests"),
+    ]
     if _TOO_LONG.search(rejected.body):
-        way = f"The prompt is longer than the model's context. ChunkedRollout splits long documents. {way}"
+        way.insert(0, "The prompt is longer than the model's context. ChunkedRollout splits long documents. ")
     if rejected.remembered:
         asked = "The server was not asked this time"
     else:
         asked = "If the server was at fault, correct it"
-    return f"{way}{asked}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "
+    return [*way, f". {asked}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "]
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
     """The error that stops the rank when a server has failed for a request of this document."""
     document = _named(doc_id, slot)
     if isinstance(error, RequestFailed):
-        return DocumentFailed(
+        message = [
             f"A request of {document} has no answer. {error} The server's failure is not the document's, so it makes "
             "no dead letter. Fix the server and run the same command again. To go on without this document, let the "
-            "rollout return None for it before any request, and set accept_changes=True.",
-            error=error,
-        )
+            "rollout return None for it before any request, and ",
+            ChangeSetting("accept_changes"),
+            ".",
+        ]
+        return DocumentFailed(message, error=error)
     if isinstance(error, ServerUnavailable):
         return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")
     return error

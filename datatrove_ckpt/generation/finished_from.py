@@ -37,6 +37,7 @@ from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.checkpoint.lines import PREFIX, Json, explained, unseal
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.output.documents import Result, decode, encode, result_of
 from datatrove_ckpt.output.formats import Format, Row, format_of_file
@@ -163,8 +164,8 @@ class FinishedDocuments:
         if not keys and not any("${rank}" in place for place in self._places):
             why = "; ".join(causes) or "no rows"
             raise ConfigError(
-                f"finished_from: nothing in {names} can be taken over: {why}. Name the old run's output folder and "
-                "checkpoints_local_dir; metadata_key and rollouts_per_document must be that run's."
+                f"finished_from: nothing in {names} can be taken over: {why}. Name the old run's "
+                f"{written.finished_folders}; metadata_key and rollouts_per_document must be that run's."
             )
         order = np.argsort(np.frombuffer(keys, np.uint64), kind="stable")
         self._keys = np.frombuffer(keys, np.uint64)[order]

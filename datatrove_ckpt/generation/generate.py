@@ -34,6 +34,7 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
@@ -231,7 +232,7 @@ class Requests:
     def _refused(self, wrong: str) -> Asked[NoReturn]:
         if self._answers.have_ended:
             return wait_until_cancelled()
-        error = ConfigError(f"rollout_fn: {wrong}{called_at()}.")
+        error = ConfigError(f"{written.rollout_fn}: {wrong}{called_at()}.")
         self._answers.fail(error)
         raise error
 
@@ -381,8 +382,8 @@ class Requests:
         error = ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for servers that never give "
             f"one. So answers without one may be cut off. This attempt has taken {believed} of them as complete, and "
-            "earlier ones may have taken more. Remove the setting, and use another checkpoints_local_dir and output "
-            "folder, so that everything is asked again. (Or continue here with accept_changes: then look for null "
+            f"earlier ones may have taken more. Remove the setting, and use another {written.folders}, so that "
+            "everything is asked again. (Or continue here with accept_changes: then look for null "
             "among the finish_reasons of documents that are finished already, because those stay as they are.)"
         )
         return self._stopped(error)
@@ -406,7 +407,7 @@ class Requests:
                 f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before with {before}"
                 f"{first}, for the same params. So its servers have, or had, different models. This answer is not "
                 "kept; when all servers have the model of the first one, run the same command again. If that is the "
-                "wrong one, start over (run --start-over)."
+                f"wrong one, start over with another {written.folders}."
             )
             raise self._stopped(error)
 

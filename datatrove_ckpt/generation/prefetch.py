@@ -30,6 +30,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
@@ -391,7 +392,7 @@ class DocumentSource:
             raise ConfigError(
                 "A step between the reader and InferenceRunner reorders documents, or makes several of one, so a "
                 "position that was saved is wrong, and a resume from it would lose documents. Use datatrove's own "
-                "reader, which counts documents instead, and start with another checkpoints_local_dir."
+                f"reader, which counts documents instead, and start with another {written.folders}."
             )
 
     def save(self, document: Document, stats: State | None = None) -> State | None:
@@ -439,12 +440,14 @@ class DocumentSource:
             if document is None:
                 raise CheckpointMismatch(
                     f"The input ended after {ordinal} documents, but {point.next_ordinal} were done before: it has "
-                    "shrunk, or limit of the reader was lowered. Restore it, or start with another "
-                    "checkpoints_local_dir, output_folder and logging_dir."
+                    "shrunk, or limit of the reader was lowered. Restore it, or start with ",
+                    StartOver(),
+                    ".",
                 )
             if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(as_read(document).data):
                 raise CheckpointMismatch(
                     f"Document {ordinal} of this rank, {safe_repr(document.id)}, is not the one that was done there "
-                    "before: the input, or a step before this one, has changed. Restore it, or start with another "
-                    "checkpoints_local_dir."
+                    "before: the input, or a step before this one, has changed. Restore it, or start with ",
+                    StartOver(),
+                    ".",
                 )

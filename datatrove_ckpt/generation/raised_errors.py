@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType, TracebackType
@@ -31,6 +32,9 @@ from datatrove_ckpt.redaction import redact
 class DocumentFailed(errors.DocumentFailed, types.InferenceError):
     """See ``errors.DocumentFailed``.
 
+    Args:
+        message: as one text, or as parts with what helps.
+
     Attributes:
         document: the document; None if one of its requests was not answered.
         error: what the rollout raised; of an ``InferenceError`` its ``error``.
@@ -39,18 +43,18 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
 
     def __init__(
         self,
-        message: str,
+        message: str | Sequence[object],
         document: Document | None = None,
         error: str | BaseException = "",
         payload: dict[str, Any] | None = None,
     ) -> None:
-        Exception.__init__(self, message)
+        Exception.__init__(self, *([message] if isinstance(message, str) else message))
         self.document = document
         self.error = error
         self.payload = payload
 
-    def __reduce__(self) -> tuple[type[DocumentFailed], tuple[str, None, str], dict[str, Any]]:
-        return type(self), (str(self), None, str(self.error)), {"__notes__": list(getattr(self, "__notes__", ()))}
+    def __reduce__(self) -> tuple[type[DocumentFailed], tuple[Sequence[object], None, str], dict[str, Any]]:
+        return type(self), (self.args, None, str(self.error)), {"__notes__": list(getattr(self, "__notes__", ()))}
 
 
 class _OfServer(types.InferenceError, types.ServerError):

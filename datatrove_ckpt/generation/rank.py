@@ -6,7 +6,6 @@ Apart from ``runner.py``, which makes the step: a program that only makes it, or
 from __future__ import annotations
 
 import asyncio
-import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
@@ -28,6 +27,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
+from datatrove_ckpt.errors.doors import use
 from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
     """See ``InferenceRunner.run``."""
     # Without a checkpoint a drain would save nothing: the next run starts over.
+    use(step.door)
     if step.checkpoints_local_dir is not None:
         seconds = step.drain_seconds
     else:
@@ -124,7 +125,7 @@ class _Run:
         if step.retry_dead_letters:
             self._retry(rank)
             return
-        with naming_mirror(step):
+        with naming_mirror(step, step.checkpoints_root):
             restore_from_mirror(step, rank, self.preemption)
             self._take(self.data, rank, step.checkpoints_root)
 
@@ -235,16 +236,14 @@ class _Run:
         preemption = self.preemption
         dead = checkpoint.resumed.finished.dead
         kept = step.checkpoints_local_dir is not None
+        taken = None
+        corrected: list[object] = []
         if kept:
             taken = TakenLetters(step.checkpoints_root, rank)
-        else:
-            taken = None
         if kept and not step.accept_changes:
-            corrected = correction(step.rollout_fn, step.how_to_accept)
-        else:
-            corrected = ""
+            corrected = correction(step.rollout_fn)
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
-        failures = Failures(*settings, kept, taken, step.how_to_accept, corrected)
+        failures = Failures(*settings, kept, taken, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
         models = RankModels([*step.models.values()], rank, keeps=True)
         servers = shared_servers()
@@ -457,24 +456,27 @@ def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
 
 
 @contextmanager
-def naming_mirror(step: Step) -> Iterator[None]:
-    """Says of a damaged checkpoint how it comes back from the mirror, if there is one that has it."""
+def naming_mirror(step: Step, root: Path) -> Iterator[None]:
+    """Says of a damaged checkpoint in ``root`` how it comes back from the mirror, if there is one that has it."""
     try:
         yield
     except CheckpointCorrupt as error:
-        named = re.search(rf"{re.escape(str(step.checkpoints_root))}/\d{{5,}}(?=/)", str(error))
-        found = None
-        if step.checkpoints_remote_dir is not None and named is not None:
-            from datatrove_ckpt.mirror.job import newest_manifest
+        path = error.path
+        if step.checkpoints_remote_dir is None or path is None or not path.is_relative_to(root):
+            raise
+        from datatrove_ckpt.mirror.job import newest_manifest
 
-            folder = Path(named[0])
-            with suppress(OSError, CkptError):
-                found = newest_manifest(url := f"{step.checkpoints_remote_dir}/{folder.name}")
+        folder = root / path.relative_to(root).parts[0]
+        url = f"{step.checkpoints_remote_dir}/{folder.name}"
+        found = None
+        with suppress(OSError, CkptError):
+            found = newest_manifest(url)
         if found is None or not found.files:
             raise
         raise CheckpointCorrupt(
-            f"{error} The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
-            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again."
+            *error.args,
+            f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
+            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again.",
         ) from error
 
 

@@ -175,7 +175,6 @@ def run_identity(
     records_per_chunk: int,
     metadata_key: str,
     world_size: int,
-    how_to_accept: str,
 ) -> RunIdentity:
     """The identity of a run, as plain JSON values.
 
@@ -203,7 +202,7 @@ def run_identity(
     if b'"extra_body":' in orjson.dumps(fields):
         fields["extra_body"] = "merged"
         notes["extra_body"] = "before, the server got it as a key of that name"
-    return RunIdentity(fields, notes, how_to_accept)
+    return RunIdentity(fields, notes)
 
 
 def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

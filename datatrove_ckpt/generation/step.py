@@ -22,6 +22,7 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import Door, current, written
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity, run_identity
@@ -81,7 +82,7 @@ class Step(PipelineStep):
     rollout_version: str | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
-    how_to_accept: str = field(default="pass accept_changes=True to InferenceRunner", init=False)
+    door: Door = field(default=Door(), init=False)
 
     named_models = Veiled()  # of a ``config`` with names; else there is none
     _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
@@ -89,6 +90,7 @@ class Step(PipelineStep):
     def __post_init__(self) -> None:
         super().__init__()
         safe_log()
+        self.door = current()
         names = isinstance(self.config, Mapping) and "server_type" not in self.config
         if not names and not hasattr(self.config, "server_type"):
             kind = type(self.config).__name__
@@ -132,14 +134,18 @@ class Step(PipelineStep):
         remote = self.checkpoints_remote_dir
         if local is not None:
             if get_protocol(local) not in ("file", "local"):
-                raise ConfigError(f"checkpoints_local_dir: {local!r} must be a local directory.")
+                raise ConfigError(f"{written.checkpoints_local_dir}: {local!r} must be a local directory.")
             check_output_folder(self.output_writer, local)
             if self.answers_from is not None and Path(self.answers_from).absolute() == Path(local).absolute():
-                raise ConfigError("answers_from: is checkpoints_local_dir. Name the checkpoints of another run.")
+                raise ConfigError(
+                    f"answers_from: is {written.checkpoints_local_dir}. Name the checkpoints of another run."
+                )
             if remote is not None:
                 check_mirror(remote)
                 if Path(remote.removeprefix("file://")).absolute() == Path(local).absolute():
-                    raise ConfigError("checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy.")
+                    raise ConfigError(
+                        f"checkpoints_remote_dir: is {written.checkpoints_local_dir}, so it would be no copy."
+                    )
             return
         if self.on_document_error != "stop" or self.retry_dead_letters:
             raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))
@@ -183,8 +189,7 @@ class Step(PipelineStep):
         """What makes two runs the same run, for ``check_job`` and the checkpoint."""
         chunk = self.records_per_chunk
         key = self.metadata_key
-        accept = self.how_to_accept
-        return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size, accept)
+        return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -197,7 +202,8 @@ class Step(PipelineStep):
         made = self._code_when_made.made
         if made is not None and made.left and self.checkpoints_local_dir is not None:
             logger.warning(
-                f"rollout_fn: a resume does not notice when these change: {'; '.join(made.left)}. They differ at each "
+                f"{written.rollout_fn}: a resume does not notice when these change: {'; '.join(made.left)}. They "
+                "differ at each "
                 "start or machine, or cannot be known."
             )
 
@@ -274,7 +280,8 @@ def _refuse_secrets(state: dict[str, Any]) -> None:
         return
     if places:
         raise ConfigError(
-            f"rollout_fn, shared_context or config: what is pickled with the job holds what looks like a secret: "
+            f"{written.rollout_fn}, shared_context or config: what is pickled with the job holds what looks like a "
+            "secret: "
             f"{', '.join(places)}. It would be in a file that others may read, so nothing was written. Leave it out, "
             "and let the rollout read it where the task runs, from an environment variable, for example."
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.code_text import parse
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
@@ -54,14 +55,14 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
         ConfigError: names the function and its parameters.
     """
     if not callable(rollout_fn):
-        raise ConfigError(f"rollout_fn: {rollout_fn!r} is not callable; give an async function.")
+        raise ConfigError(f"{written.rollout_fn}: {rollout_fn!r} is not callable; give an async function.")
     if inspect.isclass(rollout_fn):
         raise ConfigError(
-            f"rollout_fn: {rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...)."
+            f"{written.rollout_fn}: {rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...)."
         )
     function = _function(rollout_fn)
     if function is not None and (problem := _problem(function)):
-        raise ConfigError(f"rollout_fn: {_shown(rollout_fn)} {problem}. {_ADVICE}.")
+        raise ConfigError(f"{written.rollout_fn}: {_shown(rollout_fn)} {problem}. {_ADVICE}.")
     _check_call(rollout_fn, context if isinstance(context, dict) else {}, complete=isinstance(context, dict | None))
 
 
@@ -110,7 +111,9 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
         result = call(*arguments)
         if not inspect.isawaitable(result):
             kind = type(result).__name__
-            raise NotAwaitable(f"rollout_fn: {_shown(rollout_fn)} is not async: it returned a {kind}. {_ADVICE}.")
+            raise NotAwaitable(
+                f"{written.rollout_fn}: {_shown(rollout_fn)} is not async: it returned a {kind}. {_ADVICE}."
+            )
         return result
 
     return checked
@@ -224,7 +227,8 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         call = ", ".join(["document", "generate", *(f"{name}=..." for name in shared)])
         where = " (shared_context gives the names)" if shared else ""
         raise ConfigError(
-            f"rollout_fn: {_shown(rollout_fn)} cannot be called as rollout({call}){where}: {error}. Its parameters "
+            f"{written.rollout_fn}: {_shown(rollout_fn)} cannot be called as rollout({call}){where}: {error}. Its "
+            "parameters "
             "must be document, generate, and the names that shared_context gives."
         ) from None
 

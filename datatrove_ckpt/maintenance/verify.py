@@ -33,13 +33,14 @@ from pathlib import Path
 
 from datatrove.io import get_datafolder
 
-from datatrove_ckpt.checkpoint.commits import CommitsDamaged, repair_command
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged
 from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, comparable, compare, read_run
 from datatrove_ckpt.checkpoint.job import name_tasks, recorded_output, removed_ranks
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.errors import CheckpointError, ConfigError
+from datatrove_ckpt.errors.doors import repair_command
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Problem, Report
 from datatrove_ckpt.maintenance.verify_columns import check_columns

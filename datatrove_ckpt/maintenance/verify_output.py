@@ -35,7 +35,7 @@ _STAGED = (
     "may take it for output."
 )
 _OF_ANOTHER_JOB = (
-    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another output_folder, bring "
+    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another output folder, bring "
     "that checkpoint back, or delete it if nothing else needs it."
 )
 

@@ -1,5 +1,5 @@
-"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the run's YAML file or script. Made into
-a folder to read.
+"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made into a folder to
+read.
 
 A mirror is copied into a temporary folder, because everything here reads files. What is said about the copy names the
 mirror instead (``Place.said``).
@@ -80,11 +80,11 @@ class Place:
 
 
 def is_config(what: str) -> bool:
-    """Whether WHAT is a YAML file, or a script."""
+    """Whether WHAT is a YAML file."""
     if _URL.match(what):
         return False
     path = Path(what)
-    return path.is_file() or (path.suffix in (".yaml", ".yml", ".py") and not path.exists())
+    return path.is_file() or (path.suffix in (".yaml", ".yml") and not path.exists())
 
 
 @contextmanager
@@ -164,17 +164,6 @@ def _named(what: str) -> tuple[Place, str | None]:
 
 def _if_folder(path: Path) -> str | None:
     return str(path) if path.is_dir() else None
-
-
-def begun_in(root: Path | None, remote: str | None) -> str | None:
-    """WHAT of a run: its checkpoint folder, or its mirror if no rank is here; None: nothing has started."""
-    if root is not None and root.is_dir() and layout.rank_numbers(root):
-        return str(root)
-    from datatrove_ckpt.mirror.reading import holds_ranks
-
-    if remote is not None and holds_ranks(remote):
-        return remote
-    return None
 
 
 def _looks_like_mirror(folder: Path) -> bool:

@@ -51,7 +51,7 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         others = _compare(store, root, job, identity, lambda change: True, rank)
         if others.changes and (not accept_changes or others.is_layout):
             what = f"The checkpoints of other tasks on the mirror {store.url} ({name_tasks(others.ranks)}) were"
-            raise refusal(what, others.changes, way_back(others.changes, identity))
+            raise refusal(what, others.changes, *way_back(others.changes))
         return job_content(identity, job, others)
     except OSError as error:  # the rank has its folder, else it would not have come so far
         logger.warning(f"Could not compare this rank with those on the mirror {url} ({failure_line(error)}).")

@@ -15,6 +15,7 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
+from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.output.committed import RankCommits, other_content, published_names
 from datatrove_ckpt.output.file_managers import StagedFiles
@@ -160,5 +161,7 @@ class ChunkOutput:
                 raise OutputFailed(
                     f"Chunks {owner[1]} and {chunk_index} of rank {self._rank} would both write {name}: fields of "
                     f"documents run into the chunk index in output_filename {self.names.template!r}. Put a / or _ "
-                    "between them, choose another output_folder and checkpoint for that, and start again."
+                    "between them, and start again with ",
+                    StartOver(),
+                    ".",
                 )

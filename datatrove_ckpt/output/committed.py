@@ -28,13 +28,14 @@ from pathlib import Path
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits, repair_command
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.job import recorded_output
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.errors import OutputMismatch
+from datatrove_ckpt.errors.doors import Repair, written
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_output
@@ -57,12 +58,13 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
     return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
 
 
-OTHER_JOB = (
-    "Stop one of the jobs, and start it anew with another output_folder or output_filename, and with a "
-    "checkpoints_local_dir and logging_dir of its own. The other one goes on with the same command, once files that "
-    "are not its own are deleted from the folder."
-)
-"""What to do about another job that writes to the same folder."""
+def other_job() -> str:
+    """What to do about another job that writes to the same folder."""
+    return (
+        f"Stop one of the jobs, and start it anew with {written.own_folders}. The other one goes on with the same "
+        "command, "
+        "once files that are not its own are deleted from the folder."
+    )
 
 
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
@@ -75,7 +77,7 @@ def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     return OutputMismatch(
         f"{where}: {_some(list(names[:_SHOWN]), len(names))} {is_are} there with other content, which this rank has "
         "not published. Nothing was overwritten. Probably another job writes to the same folder with the same "
-        f"output_filename. {OTHER_JOB} If there is no other job (a file was copied there, or the checkpoint is older "
+        f"output_filename. {other_job()} If there is no other job (a file was copied there, or the checkpoint is older "
         f"than the output), move {it} out of the folder, and run the same command again."
     )
 
@@ -93,7 +95,6 @@ def stray_advice(number: int) -> str:
     )
 
 
-_MOVED = "The folder is empty: was it moved? Set output_folder to its new place, or move it back. "
 _SHOWN = 3
 _TO_DELETE = 20
 
@@ -265,8 +266,7 @@ class OutputCheck:
                 raise OutputMismatch(
                     f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
                     f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
-                    "begins with ${rank}/${chunk_index}/, another output_folder, checkpoints_local_dir and "
-                    "logging_dir, and start again."
+                    f"begins with ${{rank}}/${{chunk_index}}/, and another {written.folders}, and start again."
                 )
         return committed
 
@@ -334,17 +334,12 @@ class OutputCheck:
             return
         self._refuse_other_folder(wrong[0])
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong[:_SHOWN]]
-        moved = ""
-        output = None
-        if not found.sizes:
-            moved = _MOVED
-            output = self.where  # the folder may be gone, and then repair wants it named
-        repair = repair_command(self.root, logging_dir=self._logging_dir, output=output)
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
-            f"{_some(shown, len(wrong))}. {moved}Put them back, or have them made "
-            f"again: {repair}, then run the same command again{_retry_note(wrong)}. Files that nobody "
-            f"touched were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
+            f"{_some(shown, len(wrong))}. {_was_moved(found)}Put them back, or have them made again: ",
+            self._repair(found, wrong),
+            ". Files that nobody touched were not read: "
+            f"datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that.",
         )
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
@@ -353,8 +348,9 @@ class OutputCheck:
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
                 f"{self.where} lacks output files that were committed, such as {one.path} ({one.place}). They were "
-                f"written to {recorded}, and that folder still exists. Nothing was changed. Set output_folder back to "
-                "it; or copy all its files to the new folder, and run the same command again."
+                f"written to {recorded}, and that folder still exists. Nothing was changed. Set "
+                f"{written.output_folder} "
+                "back to it; or copy all its files to the new folder, and run the same command again."
             )
 
     def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
@@ -373,7 +369,8 @@ class OutputCheck:
                 f"named for rank {commits.rank} ({_some(names[:_SHOWN], len(names))}), but "
                 f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows none of them. Another "
                 "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was deleted), and they would "
-                "be overwritten, or stand beside the new ones. Choose another output_folder, bring the checkpoint "
+                f"be overwritten, or stand beside the new ones. Choose another {written.output_folder}, bring the "
+                "checkpoint "
                 "back, or delete these files to have everything made again. To continue a run of datatrove's own, "
                 "choose other folders, and set finished_from to the old ones."
             )
@@ -466,13 +463,23 @@ class OutputCheck:
         (root, _), chunk_index = rank_and_chunk(match)
         return (root, chunk_index) in commits.unfinished
 
+    def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> Repair:
+        """What has lost files made again."""
+        retry = ""
+        if all(file.root for file in wrong):
+            retry = "now"
+        elif any(file.root for file in wrong):
+            retry = "later"
+        output = None
+        if not found.sizes:
+            output = self.where  # the folder may be gone, and then repair wants it named
+        return Repair(str(self.root), self._logging_dir, output, retry)
 
-def _retry_note(wrong: list[CommittedFile]) -> str:
-    if all(file.root for file in wrong):
-        return ", with --retry-dead-letters"
-    if any(file.root for file in wrong):
-        return ", and with --retry-dead-letters when it is done"
-    return ""
+
+def _was_moved(found: FoundFiles) -> str:
+    if found.sizes:
+        return ""
+    return f"The folder is empty: was it moved? Set {written.output_folder} to its new place, or move it back. "
 
 
 def _some(names: list[str], number: int) -> str:

@@ -18,6 +18,7 @@ from fsspec.utils import glob_translate
 
 from datatrove_ckpt.checkpoint.layout import RETRIES
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import step_name, step_place, written
 from datatrove_ckpt.output.hub import MAIN, HubFolder
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.retrying import file_system_call
@@ -50,12 +51,12 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
     writers = list(writers_of(pipeline))
     for index, step in enumerate(pipeline):
         for place, writer in writers:
-            _refuse_own(step, f"pipeline[{index}] ", writer, place)
+            _refuse_own(step, index, writer, place)
     for (place, writer), (other_place, other) in combinations(writers, 2):
         if _path(writer.output_folder) == _path(other.output_folder) and _sample(writer) == _sample(other):
             raise ConfigError(
                 f"{other_place} writes the same files as {place}: {_path(writer.output_folder)}/{_sample(writer)}, for "
-                "example. Choose another output_folder or output_filename for one of them."
+                f"example. Choose another {written.output_folder} or output_filename for one of them."
             )
     seen: dict[Path, int] = {}
     for index, step in enumerate(pipeline):
@@ -65,7 +66,7 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
         first = seen.setdefault(Path(folder).absolute(), index)
         if first != index:
             raise ConfigError(
-                f"pipeline[{index}] {type(step).__name__}: checkpoints_local_dir {folder!r} is that of "
+                f"{step_place(index, step)}: {written.checkpoints_local_dir} {folder!r} is that of "
                 f"pipeline[{first}], too. Each step needs a folder of its own."
             )
 
@@ -77,22 +78,23 @@ def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
         ConfigError: naming both folders.
     """
     for step in steps:
-        _refuse_own(step, "", writer, "output_writer")
+        _refuse_own(step, None, writer, "output_writer")
 
 
-def _refuse_own(step: object, index: str, writer: DiskWriter, place: str) -> None:
+def _refuse_own(step: object, index: int | None, writer: DiskWriter, place: str) -> None:
     if isinstance(step, BaseDiskReader) and not getattr(step, "paths_file", None) and _reads(step, writer):
+        reader = type(step).__name__ if index is None else step_name(index, step)
         raise ConfigError(
-            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {index}{type(step).__name__} reads, "
+            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {reader} reads, "
             f"{_path(step.data_folder)!r}, so the next start would take this output for input. Choose another "
-            f"output_folder, or a glob_pattern that leaves out {_sample(writer)}."
+            f"{written.output_folder}, or a glob_pattern that leaves out {_sample(writer)}."
         )
 
 
 def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWriter]]:
     """All that write files, each after its place in messages."""
     for index, step in enumerate(pipeline):
-        place = f"pipeline[{index}] {type(step).__name__}"
+        place = step_place(index, step)
         for name in ("output_writer", "exclusion_writer"):
             writer = getattr(step, name, None)
             if isinstance(writer, DiskWriter):

@@ -21,6 +21,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.commits import stamp_of
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
 from datatrove_ckpt.retrying import http_status
 
@@ -181,7 +182,7 @@ class HubFolder:
                 f"access to {self.repo}, of somebody who may write there."
             )
         if status == 404 or isinstance(error, FileNotFoundError):
-            return "Make the repository and the branch, or correct output_folder."
+            return f"Make the repository and the branch, or correct {written.output_folder}."
         if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
             return "Install the extra hub."
         return "Check the network, HF_ENDPOINT and https://status.huggingface.co."

@@ -22,6 +22,7 @@ from loguru import logger
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, OutputFailed
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub import HubFolder, get
 from datatrove_ckpt.output.stoppable import StoppableCalls
@@ -84,9 +85,9 @@ def repository_is_gone(folder: HubFolder, committed: int) -> str:
 def _gone(folder: HubFolder, what: str, committed: int) -> str:
     return (
         f"{folder.url}: {what}, but this job has committed {plural(committed, 'file')} there. It was deleted or "
-        "renamed, or the token is another one. Restore it or rename it back, or set output_folder to its new name and "
-        "accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If the files are lost, "
-        "start anew with another checkpoints_local_dir and logging_dir: everything is generated again."
+        f"renamed, or the token is another one. Restore it or rename it back, or set {written.output_folder} to its "
+        "new name and accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If the files "
+        f"are lost, start anew with another {written.folders}: everything is generated again."
     )
 
 

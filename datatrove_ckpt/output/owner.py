@@ -40,6 +40,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import HOME, OWNER
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.errors import OutputMismatch
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
 from datatrove_ckpt.retrying import failure_line, file_system_call, http_status, is_taken
@@ -204,7 +205,8 @@ class Ownership:
         return OutputMismatch(
             f"{where} belongs to another run, with checkpoints in {owner.home} (host {owner.host}): both runs would "
             f"write files that output_filename {self._template!r} names. Nothing was written. Choose another "
-            "output_folder for this run. If the other run is no more, or its output was moved away, remove its files "
+            f"{written.output_folder} for this run. If the other run is no more, or its output was moved away, "
+            "remove its files "
             f"there, and the file that names it, {shlex.quote(self._record.place)}; then run the same command again."
         )
 

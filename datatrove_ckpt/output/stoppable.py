@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.retrying import failure_line, file_system_call, http_status, lacks_credentials
 
 T = TypeVar("T")
@@ -100,5 +101,5 @@ def _advice(error: BaseException) -> str:
         )
         return f"Check the credentials, and what they allow. {needs}. {kept}."
     if isinstance(error, FileNotFoundError) or http_status(error) == 404:
-        return f"Make the bucket, or correct output_folder (on S3 also AWS_ENDPOINT_URL). {kept}."
+        return f"Make the bucket, or correct {written.output_folder} (on S3 also AWS_ENDPOINT_URL). {kept}."
     return f"Check the network and the server. {kept}."

@@ -7,6 +7,7 @@ import re
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.redaction import check_no_secrets, refuse_variables
 
@@ -22,7 +23,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     if template is None:
         raise ConfigError(f"output_writer: {type(writer).__name__} is not a DiskWriter (it has no output_filename).")
     check_no_secrets(writer.output_folder, "output_writer")
-    refuse_variables("output_writer: output_folder", writer.output_folder.path)
+    refuse_variables(f"output_writer: {written.output_folder}", writer.output_folder.path)
     compression = writer.output_mg.compression
     advice = missing_codec(compression, template)
     if advice:

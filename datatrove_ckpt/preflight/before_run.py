@@ -35,6 +35,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
+from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.connect import check_servers
@@ -91,7 +92,10 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
     check_step_order(plan.pipeline)
     if plan.tasks < 1:
         raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
-    wrong = [] if plan.depends is None else check_job(plan.depends, dry_run)
+    if plan.depends is None:
+        wrong = []
+    else:
+        wrong = check_job(plan.depends, dry_run)
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             _check_tasks(plan)
@@ -107,19 +111,23 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
     Args:
         is_kept: whether a folder outlives the machine.
     """
-    folders: dict[str, object] = {"logging_dir": plan.logging_dir}
+    folders: list[tuple[str, object]] = [(written.logging_dir, plan.logging_dir)]
     for index, step in enumerate(plan.pipeline):
-        folders[f"data_folder of pipeline[{index}]"] = getattr(step, "data_folder", None)
-    folders |= {f"output_folder of {place}": writer.output_folder for place, writer in writers_of(plan.pipeline)}
-    local = {name: one for name, one in folders.items() if isinstance(one, DataFolder) and one.is_local()}
-    lost = [name for name, folder in local.items() if not is_kept(folder.resolve_paths(""))]
+        name = setting_of("data_folder", f"pipeline[{index}]")
+        folders.append((name, getattr(step, "data_folder", None)))
+    folders += [
+        (setting_of("output_folder", place), writer.output_folder) for place, writer in writers_of(plan.pipeline)
+    ]
+    local = [(name, folder) for name, folder in folders if isinstance(folder, DataFolder) and folder.is_local()]
+    lost = [name for name, folder in local if not is_kept(folder.resolve_paths(""))]
     for runner in plan.runners:
-        step, mirror = runner.step, runner.step.checkpoints_remote_dir
+        step = runner.step
+        mirror = runner.step.checkpoints_remote_dir
         if step.checkpoints_local_dir is None:
             lost.append("checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)")
         elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
-            lost.append("checkpoints_remote_dir (the mirror of checkpoints_local_dir)")
-    return lost
+            lost.append(f"checkpoints_remote_dir (the mirror of {written.checkpoints_local_dir})")
+    return list(dict.fromkeys(lost))
 
 
 def check_step_order(pipeline: Sequence[object]) -> None:
@@ -172,8 +180,10 @@ def _check_tasks(plan: RunPlan) -> None:
 
 
 def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
+    use(runner.step.door)
     refuse_resharded(root)
-    skipped, mirror = _skipped(plan), runner.step.checkpoints_remote_dir
+    skipped = _skipped(plan)
+    mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
@@ -204,14 +214,17 @@ def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, ski
         folder: where the checkpoints are read: ``root``, or what was restored from the mirror.
         skipped: the ranks that have a marker.
     """
-    step, identity, ranks = runner.step, runner.identity, plan.local_ranks
+    step = runner.step
+    identity = runner.identity
+    ranks = plan.local_ranks
 
     def counts(change: Change) -> bool:
         """A retry takes dead letters with any settings, but each rank takes its own."""
         return not step.retry_dead_letters or change.field == "tasks"
 
     def explained(rank: int, why: str) -> str:
-        checkpoint, marker = rank_folder(root, rank), plan.marker(rank)
+        checkpoint = rank_folder(root, rank)
+        marker = plan.marker(rank)
         return f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
 
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, counts)
@@ -224,14 +237,20 @@ def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, ski
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
-        them = "it" if len(missing) == 1 else "them"
+        if len(missing) == 1:
+            them = "it"
+        else:
+            them = "them"
         mirror = step.checkpoints_remote_dir
-        holds = f"neither {root} nor {mirror} holds a" if mirror else f"{root} holds no"
+        if mirror:
+            holds = f"neither {root} nor {mirror} holds a"
+        else:
+            holds = f"{root} holds no"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "
             "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
             "back; if they are on another machine, run this command there. If the markers are of another job, "
-            "choose another logging_dir. To process these tasks from the start, delete their markers "
+            f"choose another {written.logging_dir}. To process these tasks from the start, delete their markers "
             f"({markers}/{missing[0]:05d} ...) and output files."
         )
     wrong = {rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty}
@@ -244,22 +263,25 @@ def _refuse_changes(
 ) -> None:
     """Raises, unless the changes are accepted and there is a task that they can be applied to."""
     kept = [rank for rank in found.ranks if rank in skipped]
-    finished = f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is." if kept else ""
+    if kept:
+        finished = f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is."
+    else:
+        finished = ""
     may_mix = not found.is_layout and len(skipped) < tasks
     if runner.step.accept_changes and may_mix:
         if finished:
             logger.warning(finished)
         return
     tasks = min([tasks, *(change.old for change in found.changes if change.field == "tasks" and change.old)])
-    way_out = way_back(found.changes, runner.identity, may_mix)
+    way_out = way_back(found.changes, may_mix)
     if len(skipped) >= tasks:
-        way_out = f"All tasks are finished, so the new settings would change no output any more. {way_out}"
+        way_out = ["All tasks are finished, so the new settings would change no output any more. ", *way_out]
         letters = [rank_folder(folder, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):
-            way_out += " For the dead letters alone, --retry-dead-letters takes the new settings."
+            way_out.append(f" For the dead letters alone, {written.retry_dead_letters} takes the new settings.")
     elif finished:
-        way_out = f"{finished} {way_out}"
-    raise refusal(f"The checkpoints in {root} ({name_tasks(found.ranks)}) were", found.changes, way_out)
+        way_out = [f"{finished} ", *way_out]
+    raise refusal(f"The checkpoints in {root} ({name_tasks(found.ranks)}) were", found.changes, *way_out)
 
 
 def check_before_run(executor: PipelineExecutor) -> None:
@@ -277,8 +299,8 @@ def check_before_run(executor: PipelineExecutor) -> None:
     _check_inputs(plan)
     _check_launch(plan)
     with ExitStack() as stack:
-        for step, _ in plan.kept:
-            stack.enter_context(naming_mirror(step))
+        for step, root in plan.kept:
+            stack.enter_context(naming_mirror(step, root))
         check_job(plan)
         check_inputs_unchanged(plan)
         _check_hub(plan)
@@ -320,9 +342,9 @@ def refuse_without_claims(plan: RunPlan) -> None:
     bucket = bucket_for(plan.logging_dir.resolve_paths(""))
     if bucket is not None:
         raise ConfigError(
-            f"logging_dir: {plan.logging_dir.resolve_paths('')} is in a repository, where each claim of a worker would "
-            f"be a commit; the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create OWNER/NAME "
-            "--private` makes one)."
+            f"{written.logging_dir}: {plan.logging_dir.resolve_paths('')} is in a repository, where each claim of a "
+            f"worker would be a commit; the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create "
+            "OWNER/NAME --private` makes one)."
         )
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
@@ -381,7 +403,8 @@ def _check_folders(plan: RunPlan) -> None:
         place = existing_part(Path(folder).absolute())
         if not place.is_dir():
             raise ConfigError(
-                f"{setting}: {str(folder)!r} cannot be a folder, because {place} is a file. Choose another folder."
+                f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a file. Choose "
+                "another folder."
             )
     for _, root in plan.kept:
         inside = (place for place in root.parents if place.name in ("output", "checkpoints", "logs"))
@@ -412,23 +435,27 @@ def _check_inputs(plan: RunPlan) -> None:
             if plan.is_local and plan.incomplete():
                 check_reachable(folder)
             elif plan.name == "JobsPipelineExecutor" and hasattr(step, "glob_pattern") and plan.incomplete():
-                check_listed(f"pipeline[{index}] {type(step).__name__}: data_folder", step)
+                check_listed(f"{step_place(index, step)}: {written.data_folder}", step)
             continue
-        place = f'pipeline[{index}] {type(step).__name__}: data_folder: "{folder.path}"'
+        place = f'{step_place(index, step)}: {written.data_folder}: "{folder.path}"'
         if not folder.isdir(""):
             raise ConfigError(f"{place} is not a folder.")
         if not hasattr(step, "glob_pattern"):  # it reads the media that documents name
             continue
         names = list_input(step).names
         if not names:
-            pattern = f' that match "{step.glob_pattern}"' if step.glob_pattern else ""
+            if step.glob_pattern:
+                pattern = f' that match "{step.glob_pattern}"'
+            else:
+                pattern = ""
             raise ConfigError(f"{place} contains no files{pattern}.")
         check_codecs(place, step, names)
 
 
 def check_listed(place: str, reader: Any) -> None:
     """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
-    url, pattern = reader.data_folder.resolve_paths(""), reader.glob_pattern
+    url = reader.data_folder.resolve_paths("")
+    pattern = reader.glob_pattern
     try:
         names = list_input(reader).names
     except FileNotFoundError as error:
@@ -453,7 +480,7 @@ def _check_launch(plan: RunPlan) -> None:
                 check_servers(config)
             check_monitoring(runner.step.monitoring)
         except (ConfigError, ServerStartFailed) as error:
-            raise ConfigError(f"pipeline[{runner.index}] InferenceRunner: {error}") from error
+            raise ConfigError(f"{step_place(runner.index, runner.step)}: {error}") from error
 
 
 def _check_hub(plan: RunPlan) -> None:
@@ -464,7 +491,8 @@ def _check_hub(plan: RunPlan) -> None:
     """
     for runner in plan.runners:
         writer = runner.step.output_writer
-        if (hub := HubFolder.of(writer.output_folder)) is None:
+        hub = HubFolder.of(writer.output_folder)
+        if hub is None:
             continue
         if runner.step.retry_dead_letters or plan.incomplete():
             check_access(hub, private_if_made(writer), committed=committed_here(runner))
@@ -473,7 +501,9 @@ def _check_hub(plan: RunPlan) -> None:
 def committed_here(runner: RunnerPlan) -> Callable[[], int] | None:
     """Counts the output files that a runner's checkpoints on this machine name; None if it has none here."""
     root = runner.root
-    return None if root is None else partial(committed_files, runner.step.output_writer, root)
+    if root is None:
+        return None
+    return partial(committed_files, runner.step.output_writer, root)
 
 
 @gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
@@ -494,14 +524,20 @@ def check_output(
     """
     found = {}
     for runner in plan.runners:
-        if (root := runner.root) is not None and runner.index not in without:
+        root = runner.root
+        if root is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here; of jobs all can.
             mirror = runner.step.checkpoints_remote_dir
             here = plan.as_jobs or (plan.is_local and mirror is None)
-            ranks = plan.local_ranks if before and here else ()
-            want = Want.COMMITS if before else Want.COMMITS | Want.HISTORY
-            output = plan, runner.step.output_writer, root, ranks, patience_seconds, want, mirror
-            found[root] = check_output_of_run(*output)
+            ranks: Iterable[int] = ()
+            want = Want.COMMITS | Want.HISTORY
+            if before:
+                want = Want.COMMITS
+            if before and here:
+                ranks = plan.local_ranks
+            found[root] = check_output_of_run(
+                plan, runner.step.output_writer, root, ranks, patience_seconds, want, mirror
+            )
     return found
 
 
@@ -535,9 +571,13 @@ def check_output_of_run(
         OutputFailed: the folder cannot be listed.
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
-    logging_dir, tasks = plan.logging_dir.resolve_paths(""), plan.tasks
+    logging_dir = plan.logging_dir.resolve_paths("")
+    tasks = plan.tasks
     check = OutputCheck(writer, checkpoints, mirror, logging_dir)
-    numbers = rank_numbers(checkpoints) if checkpoints.is_dir() else []
+    if checkpoints.is_dir():
+        numbers = rank_numbers(checkpoints)
+    else:
+        numbers = []
     retries = retry_folders(checkpoints)
     job = JobSums()
 
@@ -548,7 +588,7 @@ def check_output_of_run(
     try:  # all, before any file is called unknown
         commits = {rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers}
     except CommitsDamaged as error:
-        raise CommitsDamaged(error.path, error.what, logging_dir) from None
+        raise CommitsDamaged(error.log, error.what, logging_dir) from None
     committed = check.by_name(commits.values())
     found = _look(check, committed, patience_seconds)
     check.refuse_lost(committed, found)
@@ -560,7 +600,10 @@ def check_output_of_run(
         if rank_commits.is_finished:
             check.refuse_unknown(rank_commits, found)
         elif rank_commits.has_run:
-            own = published_names(checkpoints, rank_commits.rank) if found.by_rank[rank_commits.rank] else None
+            if found.by_rank[rank_commits.rank]:
+                own = published_names(checkpoints, rank_commits.rank)
+            else:
+                own = None
             check.refuse_strangers(rank_commits, found, own)
     check.refuse_other_ranks(found, tasks)
     return job
@@ -580,7 +623,8 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
         OutputMismatch: the repository is gone, with files that were committed.
         OutputFailed: the folder cannot be listed.
     """
-    if (hub := HubFolder.of(check.writer.output_folder)) is None:
+    hub = HubFolder.of(check.writer.output_folder)
+    if hub is None:
         try:
             return StoppableCalls().run(lambda: check.look(committed), ANSWER_SECONDS)
         except OSError as error:
@@ -593,7 +637,8 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
     except OutputFailed as error:
         if not is_missing_repository(error.__cause__):
             raise
-        if number := committed_files(check.writer, check.root):
+        number = committed_files(check.writer, check.root)
+        if number:
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
     files = committed.values()

@@ -19,6 +19,7 @@ from datatrove.pipeline.readers.base import BaseReader
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import duration, error_text, plural
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.user_code import check_first, try_media
@@ -42,7 +43,7 @@ from datatrove_ckpt.preflight.checks import (
     tried,
     within,
 )
-from datatrove_ckpt.preflight.input_checks import Sample, check_input, check_inputs_unchanged, check_workers
+from datatrove_ckpt.preflight.input_checks import Sample, check_input, check_inputs_unchanged
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -75,33 +76,39 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
 
 def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
     """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
-    look = Look(plan := RunPlan(executor))
+    plan = RunPlan(executor)
+    look = Look(plan)
     yield from about("pipeline", _check_steps(executor, plan))
-    yield from about("logging_dir", check_remote(plan.logging_dir))
+    yield from about(written.logging_dir, check_remote(plan.logging_dir))
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
-        place = f"pipeline[{index}] " if len(runners) > 1 else ""
+        if len(runners) > 1:
+            place = f"pipeline[{index}] "
+        else:
+            place = ""
         if isinstance(step, BaseReader):
-            checks, sample = check_input(step, plan.tasks, plan.at_once, plan.waits)
+            checks, sample = check_input(step, plan.tasks, plan.waits)
             yield from about(f"{place}input", checks)
-            look.sample = look.sample if look.sample.number else sample
-        if (runner := runners.get(index)) is not None:
+            if not look.sample.number:
+                look.sample = sample
+        runner = runners.get(index)
+        if runner is not None:
             found = list(check_runner(look, place, runner))
             if any((one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output") for one in found):
                 unreachable.append(index)
             yield from found
-    yield from about("job", check_workers(plan))
-    yield from about("job", _check_earlier(executor, plan, unreachable))
+    yield from about("job", _check_earlier(executor, unreachable))
 
 
-def _check_earlier(executor: PipelineExecutor, plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Finding]:
-    earlier: list[tuple[str, str, Callable[[], object]]] = [
-        ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
-        ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
-        ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
-    ]
+def _check_earlier(executor: PipelineExecutor, unreachable: Sequence[int]) -> Iterator[Finding]:
     with checkpoints_seen(executor, dry_run=True) as said:
+        plan = RunPlan(executor)  # with the copies that are seen now
+        earlier: list[tuple[str, str, Callable[[], object]]] = [
+            ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
+            ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
+            ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
+        ]
         for each in earlier:
             found = _compared(*each)
             yield replace(found, message=said(found.message))
@@ -116,7 +123,8 @@ def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]
 
 def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding]:
     """The checks of what one runner names. ``place``: stands before the subjects."""
-    step, remote = runner.step, runner.step.checkpoints_remote_dir
+    step = runner.step
+    remote = runner.step.checkpoints_remote_dir
     yield from about(f"{place}input", _check_prompt(look, runner))
     for config in step.models.values():
         yield from about(f"{place}{config.server_name('server')}", _check_server(look.plan, step, config))
@@ -143,14 +151,16 @@ def _check_server(plan: RunPlan, step: InferenceRunner, config: InferenceConfig)
     if plan.as_jobs and config.server_type != "endpoint":
         yield Finding("ok", "ready", f"the jobs install {config.server_type}, unless their image has it.")
         return
-    yield (ready := tried("ready", partial(_server_is_ready, config)))
+    ready = tried("ready", partial(_server_is_ready, config))
+    yield ready
     if config is step.model:
         yield _check_open_files([*step.models.values()])
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
     if config.server_type == "endpoint" and ready.state == "ok":
         yield from check_endpoints(config)
-    if plan.as_jobs and (here := [url for url in config.endpoint_urls if _ONLY_HERE.search(url)]):
+    here = [url for url in config.endpoint_urls if _ONLY_HERE.search(url)]
+    if plan.as_jobs and here:
         yield Finding("warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach.")
 
 
@@ -167,14 +177,17 @@ def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
     if step.checkpoints_local_dir is None:
         yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
         return
-    folder, mirrored, moves = step.checkpoints_root, step.checkpoints_remote_dir is not None, not look.plan.is_local
+    folder = step.checkpoints_root
+    mirrored = step.checkpoints_remote_dir is not None
+    moves = not look.plan.is_local
     files = _FILES_PER_RANK * look.plan.at_once
     yield from answered(folder, check_checkpoints(folder, files, mirrored, moves))
 
 
 def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     writer = runner.step.output_writer
-    if (hub := HubFolder.of(writer.output_folder)) is not None:
+    hub = HubFolder.of(writer.output_folder)
+    if hub is not None:
         yield _check_access(runner, hub)
     elif not writer.output_folder.is_local():
         yield from check_remote(writer.output_folder)
@@ -186,8 +199,13 @@ def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
 
 def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
     """Writes a document to memory, with an answer that is made up."""
-    step, writer, name = runner.step, runner.step.output_writer, writer_name(runner.step.output_writer)
-    document = decode(look.sample.first) if look.sample.first else Document(text="text", id="id")
+    step = runner.step
+    writer = runner.step.output_writer
+    name = writer_name(runner.step.output_writer)
+    if look.sample.first:
+        document = decode(look.sample.first)
+    else:
+        document = Document(text="text", id="id")
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
         check_writable(writer, 0, encode(document), document.id)
@@ -203,14 +221,13 @@ def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
 def check_rules_of_hub(look: Look, step: InferenceRunner) -> Iterator[Finding]:
     """Compares a job whose output is on the hub with the hub's rules."""
     hub = HubFolder.of(step.output_writer.output_folder)
-    if hub is None:
-        return
-    if not hub.is_bucket:
+    if hub is not None and not hub.is_bucket:
         yield check_commits(look.plan.tasks, step.hub_pace)
 
 
 def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
-    private, committed = private_if_made(runner.step.output_writer), committed_here(runner)
+    private = private_if_made(runner.step.output_writer)
+    committed = committed_here(runner)
     look = partial(check_access, hub, private, only_look=True, committed=committed)
     return tried("reachable", lambda: within(REMOTE_SECONDS, look, hub.url))
 
@@ -218,10 +235,12 @@ def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     check_monitoring(config)
     path = config.metrics_file
-    if path is not None and not (folder := expand_path("", path.replace("${rank}", "0")).parent).is_dir():
-        text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
-        yield Finding("warning", "ready", text)
-        return
+    if path is not None:
+        folder = expand_path("", path.replace("${rank}", "0")).parent
+        if not folder.is_dir():
+            text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
+            yield Finding("warning", "ready", text)
+            return
     yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 
@@ -237,7 +256,7 @@ _PATIENCE_SECONDS = 10.0
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
     """Asks each endpoint for its models, with the run's key."""
     try:
-        answers = within(REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), "endpoint_url")
+        answers = within(REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url)
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
@@ -249,25 +268,29 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
         text = f"{answer.url}: {answer.cause}. Check api_key_env, and that the key may use this model."
         return Finding("problem", "endpoint", text)
     if answer.cause:
-        text = f"{answer.url}: {answer.cause}. Start the server, or correct endpoint_url."
+        text = f"{answer.url}: {answer.cause}. Start the server, or correct {written.endpoint_url}."
         return Finding(silent, "endpoint", text)
     if answer.models is None:
         text = (
             f"{answer.url} answers, and does not list its models. Some gateways have no such list: then all is well. "
-            "Otherwise correct endpoint_url."
+            f"Otherwise correct {written.endpoint_url}."
         )
         return Finding("warning", "endpoint", text)
     if model in answer.models:
         return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
     listed = ", ".join(answer.models[:_SHOWN_MODELS]) + (", ..." if len(answer.models) > _SHOWN_MODELS else "")
-    text = f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct model_name_or_path."
+    text = (
+        f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct "
+        f"{written.model_name_or_path}."
+    )
     return Finding("problem", "endpoint", text)
 
 
 def _check_open_files(models: Sequence[InferenceConfig]) -> Finding:
     """Compares the need of one task with the hard limit of this machine."""
     requests = sum(requests_at_once(config.max_concurrent_generations, config.servers) for config in models)
-    needed, allowed = files_needed(requests, sum(config.servers for config in models)), limits()[1]
+    needed = files_needed(requests, sum(config.servers for config in models))
+    allowed = limits()[1]
     if allowed < needed:
         return Finding("problem", "open files", too_low(requests, needed, allowed))
     text = f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
@@ -282,7 +305,10 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
         return Finding("problem", what, str(error), subject)
     if not found or not isinstance(found, list):
         return Finding("ok", what, "nothing differs.", subject)
-    more = f" There are {len(found)} such tasks." if len(found) > 1 else ""
+    if len(found) > 1:
+        more = f" There are {len(found)} such tasks."
+    else:
+        more = ""
     return Finding("warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,8 @@ from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
-from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.errors.doors import StartOver, written
+from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
@@ -26,7 +26,7 @@ from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
-from datatrove_ckpt.readers.inputs import MISSING, list_input, options_of, sample_files, shuffled_names
+from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_of, sample_files, shuffled_names
 from datatrove_ckpt.readers.no_document import NoDocument, explain
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
@@ -38,9 +38,6 @@ _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
 # Files without a document that are read before the input counts as unreadable: the first may be empty.
 _TRIED_FILES = 3
-# Files of a list whose size is asked for, each with a request; the others count as large as these on average.
-_MEASURED_FILES = 10_000
-_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,10 @@ class Sample:
     first: bytes = b""
 
 
-def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = False) -> tuple[list[Finding], Sample]:
-    """Reads the first documents with a copy of the reader, and compares the shares of the tasks.
+def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[list[Finding], Sample]:
+    """Reads the first documents with a copy of the reader, and looks whether each task has some.
 
     Args:
-        workers: how many tasks run at once.
         waits: another executor will create the input.
     """
     if waits:
@@ -71,11 +67,13 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
         text = "is not read: only readers of files are tested."
         return [Finding("ok", "readable", text)], Sample()
     where = reader.data_folder.resolve_paths("")
-    is_dataset, whole = isinstance(reader, HuggingFaceDatasetReader), reader
+    is_dataset = isinstance(reader, HuggingFaceDatasetReader)
+    whole = reader
     if is_dataset:
         reader = reader.preview()
     try:
-        names, sizes = within(REMOTE_SECONDS, lambda: _list(reader), where)
+        inputs = within(REMOTE_SECONDS, lambda: _list(reader), where)
+        names = list(inputs.names)
         check_codecs(where, reader, names)
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, len(names)), where)
         if not is_dataset:
@@ -83,20 +81,21 @@ def check_input(reader: BaseReader, tasks: int, workers: int = 1, waits: bool = 
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's arguments."
         return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
-    if not sample.number and names and not any(sizes):
-        return [Finding("warning", "readable", f"{where}: all files are empty.")], sample
+    if not sample.number and names and not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
+        return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
     if not sample.number:
-        files = "" if names else ": no file matches"
+        if names:
+            files = ""
+        else:
+            files = ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
     text = f"{where}: the first {plural(sample.number, 'document')} read."
-    # With a limit, a task reads as many documents of a large file as of a small one.
-    known = sizes if len(sizes) == len(names) and reader.limit < 0 else None
     if is_dataset and whole.shares_rows(len(names)):
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
         shares = Finding("ok", "shares", equal)
     else:
-        shares = check_shares(names, known, tasks, workers)
+        shares = check_shares(len(names), tasks)
     found = [Finding("ok", "readable", text), shares]
     if sample.refused:
         shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
@@ -116,16 +115,11 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
         raise next(iter(sample.refused.values()))
 
 
-def _list(reader: BaseDiskReader) -> tuple[list[str], list[int]]:
-    """The names of all files, and their sizes; of a very long list, the sizes of the first. One listing."""
+def _list(reader: BaseDiskReader) -> Inputs:
     folder = reader.data_folder
     if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
-        raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct data_folder.")
-    inputs = list_input(reader)
-    names = list(inputs.names)
-    measured = range(min(len(names), _MEASURED_FILES) if reader.paths_file else len(names))
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sizes") as threads:
-        return names, list(threads.map(inputs.size, measured) if reader.paths_file else map(inputs.size, measured))
+        raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct {written.data_folder}.")
+    return list_input(reader)
 
 
 def _read_some(reader: BaseDiskReader, files: int) -> Sample:
@@ -162,81 +156,23 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     """For datatrove's own readers; ours say it themselves."""
     text = ""
     with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
-        text = explain(reader, names[0]) if names else ""
-    return f"{names[0]!r}: {text}" if text else "Check data_folder, glob_pattern and text_key."
+        if names:
+            text = explain(reader, names[0])
+        else:
+            text = ""
+    if text:
+        return f"{names[0]!r}: {text}"
+    return f"Check {written.input} and text_key."
 
 
-# How the work is divided ----------------------------------------------------------------------------------------------
-#
-# Files among tasks, and tasks among workers. datatrove deals out whole files in the order of their names: task r gets
-# the files r, r + tasks, r + 2 * tasks, ... The largest task decides when the run ends, and a task without a file takes
-# a place in the queue for nothing.
-
-# How much larger compressed input is once it is read: web text in gzip, zstd or Parquet.
-GROWTH = 4
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".parquet")
-# How many times longer than with equal tasks a run may take because of its largest task.
-_LONGER = 2.0
-
-
-def grown(name: str, size: int) -> int:
-    """The size of a file once it is read, about."""
-    return size * (GROWTH if name.endswith(COMPRESSED) else 1)
-
-
-def check_workers(plan: RunPlan) -> list[Finding]:
-    """Whether ``tasks_per_job`` leaves workers without a task."""
-    tasks, workers, per_job, elements = plan.tasks, plan.workers, plan.tasks_per_job, plan.elements
-    if per_job == 1:
-        return []
-    text = f"{plural(tasks, 'task')} in {plural(elements, 'array element')} of up to {per_job}"
-    busy = min(tasks, workers)
-    if elements >= busy:
-        return [Finding("ok", "workers", f"{text}.")]
-    text = (
-        f"{text}: only {elements} of {workers} workers have work. Set tasks_per_job to {tasks // busy}, or add tasks."
-    )
-    return [Finding("warning", "workers", text)]
-
-
-def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, workers: int) -> Finding:
-    """Whether each task has input, and no task has so much that the others wait for it.
-
-    Args:
-        names: the files of the input, in datatrove's order.
-        sizes: their bytes; None if unknown, or if something else than the size decides how much of them is read.
-        workers: how many tasks run at once.
-    """
-    text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}"
-    bytes_read = [grown(name, size) for name, size in zip(names, sizes or [], strict=False)]
-    shares = [sum(bytes_read[rank::tasks]) for rank in range(tasks)] if any(bytes_read) else []
-    idle = shares.count(0) if shares else max(0, tasks - len(names))
-    if idle:
-        return Finding("warning", "shares", _say_idle(text, bytes_read, len(names), tasks, idle))
-    if tasks == 1 or sizes is None or not shares:
+def check_shares(files: int, tasks: int) -> Finding:
+    """Whether each task has input: datatrove deals out whole files, in the order of their names."""
+    text = f"{plural(files, 'file')} for {plural(tasks, 'task')}"
+    if files >= tasks:
         return Finding("ok", "shares", f"{text}.")
-    largest = max(shares)
-    percents, longer = 100 * largest / sum(shares), largest * workers / sum(shares)
-    share = f"holds {percents:{'.0f' if percents >= 10 else '.2g'}} % of the bytes"
-    if longer < _LONGER:
-        return Finding("ok", "shares", f"{text}; the largest task {share}.")
-    rank = shares.index(largest)
-    size, name = max(zip(sizes[rank::tasks], names[rank::tasks], strict=True))
-    text = (
-        f"one task {share}: task {rank} ({text}). With {workers} tasks at once, the run takes about {longer:.2g} times "
-        f"as long as with equal tasks. Split {name!r} ({byte_size(size)}) into files of about "
-        f"{byte_size(sum(sizes) / tasks)}. Do it before the first start."
-    )
-    return Finding("warning", "shares", text)
-
-
-def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int) -> str:
-    """The tasks without input, and what to do."""
-    said, empty = f"{idle} of {tasks} tasks have no input: {text}", sizes.count(0)
-    if not empty:
-        return f"{said}. Set tasks to {files}, or split the input into at least {tasks} files."
-    said += f", of which {empty} {'is' if empty == 1 else 'are'} empty. Move the empty files away"
-    return f"{said}, and set tasks to {files - empty}." if files - empty < tasks else f"{said}."
+    idle = f"{tasks - files} of {tasks} tasks have no input: {text}"
+    advice = f"Set tasks to {files}, or split the input into at least {tasks} files."
+    return Finding("warning", "shares", f"{idle}. {advice}")
 
 
 # Whether finished ranks would read today what they have read.
@@ -248,9 +184,6 @@ def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
-_AS_ANOTHER_RUN = (
-    "process the new one as another run: with a checkpoints_local_dir, an output_folder and a logging_dir of its own."
-)
 
 
 def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
@@ -261,7 +194,8 @@ def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
     """
     compression = getattr(reader, "compression", None)
     for name in names:
-        if advice := missing_codec(compression, name):
+        advice = missing_codec(compression, name)
+        if advice:
             raise ConfigError(f'{place}: "{name}" cannot be read: {advice}')
 
 
@@ -288,7 +222,11 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
     """
     compared = 0
     for runner in plan.runners:
-        if (root := runner.root) is None or not (records := _records(plan, root)):
+        root = runner.root
+        if root is None:
+            continue
+        records = _records(plan, root)
+        if not records:
             continue
         is_retry = runner.step.retry_dead_letters
         if not is_retry:  # a retry does not run the steps before it
@@ -317,7 +255,10 @@ def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     records = []
     for rank in rank_numbers(root) if root.is_dir() else []:
         folder = rank_folder(root, rank)
-        record = ShardRecord.read(folder / SHARD) if is_finished(folder) else None
+        if is_finished(folder):
+            record = ShardRecord.read(folder / SHARD)
+        else:
+            record = None
         # Another number of tasks is refused as such, and not for the files that each rank would get by it.
         if record is not None and read_run(folder / RUN).get("tasks") == plan.tasks:
             records.append((rank, record))
@@ -333,20 +274,27 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
         raise CheckpointMismatch(
             f"The steps before InferenceRunner are not those through which {_who(ranks)} read the input:\n  {lines}\n"
             "A finished rank is not run again, so its output would stay that of the old steps. Put the steps back, or "
-            f"{_AS_ANOTHER_RUN}"
+            "process the new input as another run: with ",
+            StartOver(),
+            ".",
         )
 
 
 def _who(ranks: Sequence[int]) -> str:
     others = len(ranks) - 1
-    return f"rank {ranks[0]} has" if not others else f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
+    if not others:
+        return f"rank {ranks[0]} has"
+    return f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
 
 
 def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]) -> int:
     """Returns the number of files that were compared."""
     # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
-    inputs = None if is_whole else list_input(reader)
+    if is_whole:
+        inputs = None
+    else:
+        inputs = list_input(reader)
     now = then = {file.name: file for record in records.values() for file in record.files}
     if inputs is not None:
         known = [index for index, name in enumerate(inputs.names) if name in then]
@@ -354,17 +302,22 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
     removed = {name for name in then if name not in now or now[name].size == MISSING}
     compared = {name: _difference(then[name], now[name]) for name in then.keys() - removed}
     changed = {name: text for name, text in compared.items() if text}
-    added, options = set[str](), dict[str, str]()
+    added = set[str]()
+    options = dict[str, str]()
     ranks = []  # those that something of it concerns
-    options_now, seed = options_of(reader), getattr(reader, "shuffle_seed", None)
+    options_now = options_of(reader)
+    seed = getattr(reader, "shuffle_seed", None)
     for rank, record in records.items():
         read = {file.name for file in record.files}
         if rank in resuming:
             if any(changed.get(name) == _OTHER_CONTENT for name in read):
                 ranks.append(rank)
             continue
-        names = [file.name for file in record.files] if inputs is None else inputs.of_rank(rank, tasks).names
-        names = names if seed is None else shuffled_names(names, seed)
+        names: Sequence[str] = [file.name for file in record.files]
+        if inputs is not None:
+            names = inputs.of_rank(rank, tasks).names
+        if seed is not None:
+            names = shuffled_names(names, seed)
         would_read = set(names[: len(record.files)] if record.limited else names)
         added |= would_read - read
         old = {name: value for name, value in record.options.items() if value != options_now[name]}
@@ -373,7 +326,10 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
             ranks.append(rank)
     if ranks:
         all_finished = {*range(tasks)} <= records.keys() - resuming
-        where = "added" if all_finished else "added, or moved here from another rank"
+        if all_finished:
+            where = "added"
+        else:
+            where = "added, or moved here from another rank"
         lines = [
             *_line("removed", map(repr, sorted(removed))),
             *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
@@ -382,9 +338,12 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
         ]
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
-            + "\n".join(lines or ["  the files are dealt out to the ranks in another order"])
-            + "\nA finished rank is not run again, so its output would stay that of the old input. Put the input back, "
-            + f"or {_AS_ANOTHER_RUN}"
+            + "\n".join(lines or ["  the files are dealt out to the ranks in another order"]),
+            "\nA finished rank is not run again, so its output would stay that of the old input. Put the input "
+            "back, or "
+            "process the new one as another run: with ",
+            StartOver(),
+            ".",
         )
     touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:
@@ -405,13 +364,20 @@ def _is_gone(reader: BaseDiskReader) -> bool:
 def _difference(then: FileRecord, now: FileRecord) -> str:
     if then.size != now.size:
         return f"had {then.size} bytes, has {now.size}"
-    return _OTHER_CONTENT if then.sample and now.sample and then.sample != now.sample else ""
+    if then.sample and now.sample and then.sample != now.sample:
+        return _OTHER_CONTENT
+    return ""
 
 
 def _line(what: str, names: Iterable[str]) -> list[str]:
     names = list(names)
-    more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
-    return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"] if names else []
+    if len(names) > _NAMED_FILES:
+        more = f" and {len(names) - _NAMED_FILES} more"
+    else:
+        more = ""
+    if names:
+        return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"]
+    return []
 
 
 def rows_without_document(root: Path) -> SkippedLines:

@@ -24,7 +24,7 @@ from datatrove_ckpt.formatting import no_bars_in_logs
 from datatrove_ckpt.retrying import file_system_call, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
 
-_SEEN = "_checkpoints_seen"
+_COPIES = "_checkpoint_copies"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class RunnerPlan:
         before: the steps since the runner before it, which passes no documents on.
         tasks: of the job.
         is_local: the tasks run on this machine.
-        is_seen: they do not run as jobs, or a copy of the mirror has taken the place of their checkpoints.
+        is_seen: they do not run as jobs, or checks look at copies of the mirrors.
+        copy: of the mirror of their checkpoints, on this machine.
     """
 
     index: int
@@ -45,6 +46,7 @@ class RunnerPlan:
     tasks: int
     is_local: bool
     is_seen: bool
+    copy: Path | None
 
     @property
     def root(self) -> Path | None:
@@ -53,6 +55,8 @@ class RunnerPlan:
         Raises:
             ConfigError: a variable in it is not set, and the tasks run here.
         """
+        if self.copy is not None:
+            return self.copy
         if self.step.checkpoints_local_dir is None or not self.is_seen:
             return None
         try:
@@ -67,11 +71,6 @@ class RunnerPlan:
         return self.step.identity(self.tasks)
 
 
-def has_runner(executor: PipelineExecutor) -> bool:
-    """Whether an executor has an ``InferenceRunner``, ours or datatrove's."""
-    return any(InferenceRunner.__name__ in (one.__name__ for one in type(step).__mro__) for step in executor.pipeline)
-
-
 class RunPlan:
     """A job, as any datatrove executor describes it.
 
@@ -80,10 +79,10 @@ class RunPlan:
         local_ranks: those that this executor runs; the others belong to executors on other machines.
         is_local: the tasks run on this machine.
         as_jobs: they run as Hugging Face Jobs, on disks that nobody else sees.
-        tasks_per_job: more than 1: tasks of one element of a job array, which run in turn.
-        workers: the limit for tasks that run at once; -1: none.
+        at_once: how many tasks run at once, at most.
         depends: the job that comes first.
         waits: another job has yet to create the input.
+        runners: in the order of the pipeline.
     """
 
     def __init__(self, executor: PipelineExecutor) -> None:
@@ -94,23 +93,29 @@ class RunPlan:
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
         self.is_local = isinstance(executor, LocalPipelineExecutor)
         self.as_jobs = isinstance(executor, JobsPipelineExecutor)
-        self.tasks_per_job: int = getattr(executor, "tasks_per_job", 1)
-        self.workers: int = getattr(executor, "workers", -1)
+        self.at_once: int = math.ceil(self.tasks / getattr(executor, "tasks_per_job", 1))
+        workers = getattr(executor, "workers", -1)
+        if workers > 0:
+            self.at_once = min(self.at_once, workers)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
-        self.depends = None if depends is None else RunPlan(depends)
+        if depends is None:
+            self.depends = None
+        else:
+            self.depends = RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
+        self.runners = self._find_runners(getattr(executor, _COPIES, None))
         no_bars_in_logs()
 
-    @property
-    def runners(self) -> list[RunnerPlan]:
+    def _find_runners(self, copies: dict[int, Path] | None) -> list[RunnerPlan]:
+        is_seen = not self.as_jobs or copies is not None
         found: list[RunnerPlan] = []
         before: list[PipelineStep] = []
-        is_seen = not self.as_jobs or getattr(self._executor, _SEEN, False)
         for index, step in enumerate(self.pipeline):
             if isinstance(step, InferenceRunner):
-                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local, is_seen))
+                copy = (copies or {}).get(index)
+                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local, is_seen, copy))
                 before = []
             else:
                 before.append(step)
@@ -119,26 +124,18 @@ class RunPlan:
     @property
     def kept(self) -> list[tuple[InferenceRunner, Path]]:
         """The runners whose checkpoints are on this machine, with their folders."""
-        return [(runner.step, root) for runner in self.runners if (root := runner.root) is not None]
+        roots = [(runner.step, runner.root) for runner in self.runners]
+        return [(step, root) for step, root in roots if root is not None]
 
     @property
     def retries(self) -> bool:
         """The tasks process dead letters, so the input may be gone."""
         return any(runner.step.retry_dead_letters for runner in self.runners)
 
-    @property
-    def elements(self) -> int:
-        """Pieces of work for the workers: tasks, or elements of a job array."""
-        return math.ceil(self.tasks / self.tasks_per_job)
-
-    @property
-    def at_once(self) -> int:
-        """How many tasks run at once, at most."""
-        return min(self.elements, self.workers) if self.workers > 0 else self.elements
-
     def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
-        ranks = range(self.tasks) if ranks is None else ranks
+        if ranks is None:
+            ranks = range(self.tasks)
         with naming_hub("logging_dir"):  # a run looks there first
             found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
@@ -149,7 +146,8 @@ class RunPlan:
 
     def forget(self, rank: int) -> None:
         """Removes a rank's marker, if it has one."""
-        if self.logging_dir.isfile(name := f"completions/{rank:05d}"):
+        name = f"completions/{rank:05d}"
+        if self.logging_dir.isfile(name):
             self.logging_dir.rm(name)
 
     def marked(self) -> dict[str, object]:
@@ -162,7 +160,7 @@ class RunPlan:
 
 @contextmanager
 def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Iterator[Callable[[str], str]]:
-    """While checks of this machine look at runners whose ranks run as jobs: copies of the mirrors take their places.
+    """While checks of this machine look at runners whose ranks run as jobs: plans have copies of their mirrors.
 
     Yields what puts the mirrors' names into a text.
 
@@ -176,24 +174,29 @@ def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Itera
             text = text.replace(folder, url)
         return text
 
-    is_jobs = isinstance(executor, JobsPipelineExecutor)
+    if not isinstance(executor, JobsPipelineExecutor):
+        yield said
+        return
+    if not dry_run:
+        executor._ensure_logging_dir_repo()
+    copies: dict[int, Path] = {}
     with ExitStack() as stack:
-        if is_jobs:
-            setattr(executor, _SEEN, True)
-            stack.callback(delattr, executor, _SEEN)
-            if not dry_run:
-                executor._ensure_logging_dir_repo()
-        for step in executor.pipeline if is_jobs else ():
-            if isinstance(step, InferenceRunner) and (url := step.checkpoints_remote_dir) is not None:
+        for index, step in enumerate(executor.pipeline):
+            url = getattr(step, "checkpoints_remote_dir", None)
+            if url is not None:
                 folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
                 _copy(url, Path(folder))
-                stack.callback(setattr, step, "checkpoints_local_dir", step.checkpoints_local_dir)
-                step.checkpoints_local_dir = folder
+                copies[index] = Path(folder)
                 names[folder] = url
+        setattr(executor, _COPIES, copies)
+        stack.callback(delattr, executor, _COPIES)
         try:
             yield said
         except CkptError as error:
-            error.args = tuple(said(one) if isinstance(one, str) else one for one in error.args)
+            shown = [said(str(part)) for part in error.args]
+            error.args = tuple(
+                part if str(part) == text else text for part, text in zip(error.args, shown, strict=True)
+            )
             raise
 
 

@@ -31,13 +31,19 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document
         documents = before(documents, 0, 1)
     first = list(islice(documents or (), number))
     texts = [document.text for document in first]
-    step, asked = runner.step, dict[int, list[list[str]]]()
+    step = runner.step
+    asked = dict[int, list[list[str]]]()
     step.rollout_fn = noting(step.rollout_fn, asked)
     step.output_writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
-    step.checkpoints_local_dir, step.checkpoints_remote_dir = str(folder / "checkpoints"), None
+    step.checkpoints_local_dir = str(folder / "checkpoints")
+    step.checkpoints_remote_dir = None
     step.records_per_chunk = number
-    step.on_document_error, step.skip_bad_requests, step.max_dead_letters = "dead_letter", True, None
-    step.retry_dead_letters, step.monitoring, step.drain_seconds = False, MonitoringConfig(), 0.0
+    step.on_document_error = "dead_letter"
+    step.skip_bad_requests = True
+    step.max_dead_letters = None
+    step.retry_dead_letters = False
+    step.monitoring = MonitoringConfig()
+    step.drain_seconds = 0.0
     if first:
         step.run(first, 0, 1)
     return [(one, asked.get(id(one)) or [[text, ""]]) for one, text in zip(first, texts, strict=True)]

@@ -20,6 +20,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.formatting import byte_size
 from datatrove_ckpt.redaction import is_surely_secret, redact
 
@@ -122,7 +123,7 @@ def own_files() -> dict[str, bytes]:
     if (total := sum(sizes.values())) > _MOST_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise ConfigError(
-            f"executor: the imported modules and packages beside the script or in the working folder have "
+            f"{written.executor}: the imported modules and packages beside the script or in the working folder have "
             f"{byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go along with the jobs. The largest file is "
             f"{largest} ({byte_size(sizes[largest])}). Move data out of the packages; what jobs need of it, to a URL."
         )

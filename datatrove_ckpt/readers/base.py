@@ -25,6 +25,7 @@ from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files
 from datatrove_ckpt.readers.inputs import (
@@ -76,7 +77,8 @@ def checked_state(reader: Any, state: State | None, shard: ShardKey, own: State)
     if made_by != reads:
         raise CheckpointMismatch(
             f"{where} was made by reader {made_by[0]!r} (version {made_by[1]}), and this is {reads[0]!r} "
-            f"(version {reads[1]}). {remedy()}"
+            f"(version {reads[1]}). ",
+            remedy(),
         )
     then = dict(state["options"])
     now = dict(own["options"])
@@ -91,13 +93,16 @@ def checked_state(reader: Any, state: State | None, shard: ShardKey, own: State)
         if key in USUAL_KEYS and "skipped" not in state:
             continue  # 0.1.0 did not keep these keys
         if key != "default_metadata":
-            raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. {remedy()}")
+            raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. ", remedy())
         if old is not None:  # None: an earlier release made the state
-            raise CheckpointMismatch(f"{where} was made with another {key}, now {reader.default_metadata}. {remedy()}")
+            raise CheckpointMismatch(
+                f"{where} was made with another {key}, now {reader.default_metadata}. ",
+                remedy(),
+            )
     if 0 <= reader.limit < state.get("documents", 0):
         raise CheckpointMismatch(
-            f"{where} comes after {state['documents']} documents, and limit is now {reader.limit}. "
-            + remedy(f"Set limit to at least {state['documents']}")
+            f"{where} comes after {state['documents']} documents, and limit is now {reader.limit}. ",
+            remedy(f"Set limit to at least {state['documents']}"),
         )
     return state if "file" in state else None
 
@@ -134,7 +139,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def __init__(self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object) -> None:
         super().__init__(data_folder, **options)
         check_no_secrets(self.data_folder, "data_folder")
-        refuse_variables("data_folder", self.data_folder.path)
+        refuse_variables(written.data_folder, self.data_folder.path)
         if isinstance(self.paths_file, str):
             refuse_variables("paths_file", self.paths_file)
         if isinstance(self.paths_file, tuple):
@@ -181,7 +186,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
                 raise CheckpointMismatch(
                     f"One of the first {count} input files of {self.data_folder.path}, which were read before, is "
-                    f"gone, new, renamed or resized. {remedy()}"
+                    f"gone, new, renamed or resized. ",
+                    remedy(),
                 )
             start.earlier.append(start.finished_digest)
             start.record = partial(record_reader, self, inputs, count)
@@ -202,8 +208,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if not hasattr(fields["text"], "__len__"):  # datatrove's Document and its statistics take no such text
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text of type "
-                f"{type(fields['text']).__name__}, not str. Write it as a string, or set text_key or an adapter that "
-                "gives one."
+                f"{type(fields['text']).__name__}, not str. Write it as a string, or set text_key{written.or_adapter} "
+                "that gives one."
             )
         if fields.get("media"):
             fields["media"] = [Media(**media) for media in fields["media"]]
@@ -364,8 +370,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if not may_grow and self._check_read_part(name, file_position):
             return
         if kept:
-            raise CheckpointMismatch(f"The input file {name!r} has changed. {remedy()}")
-        raise CheckpointMismatch(f"The input file {name!r} had {then['size']} bytes, and has {size}. {remedy()}")
+            raise CheckpointMismatch(f"The input file {name!r} has changed. ", remedy())
+        raise CheckpointMismatch(f"The input file {name!r} had {then['size']} bytes, and has {size}. ", remedy())
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)

@@ -26,6 +26,7 @@ from datatrove.pipeline.readers.base import BaseReader
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import DatasetFiles, DatasetInputs, commit_of, without_commit
@@ -308,7 +309,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
         raise NoDocument(
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are {shown}. Set text_key to "
-            "one of them, or write an adapter."
+            f"one of them{written.or_adapter}."
         )
 
     def _has_default_adapter(self) -> bool:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CkptError, InputError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.retrying import http_status, hub_refusal, library_line
 
 _OF_THE_CLIENT = ("huggingface_hub", "httpx")
@@ -25,9 +26,8 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
             f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: its history was "
-            "squashed or rewritten. A run keeps to the commit that it began with, in checkpoints_local_dir. Restore "
-            "the commit (a branch or tag that holds it), or start from the beginning: with another "
-            "checkpoints_local_dir, output_folder and logging_dir."
+            "squashed or rewritten. A run keeps to the commit that it began with. Restore the commit (a branch or tag "
+            f"that holds it), or start from the beginning: with another {written.folders}."
         )
     what = f"The dataset {dataset!r} cannot be opened: {one_line(error)}."
     if not on_hub:
@@ -90,7 +90,7 @@ def no_files(folder: DataFolder) -> InputError:
     """The error of a folder in which no file matches."""
     return InputError(
         f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does not exist there, or "
-        "glob_pattern fits none. Correct data_folder or glob_pattern."
+        f"glob_pattern fits none. Correct {written.data_folder} or glob_pattern."
     )
 
 
@@ -109,14 +109,16 @@ def _explain_folder(what: str, error: BaseException) -> str:
     kind = type(error).__name__
     may_read = "set HF_TOKEN to a token of an account that may read it"
     if "Revision" in kind or "(revision not found)" in str(error):
-        return f"{what} Correct the branch, tag or commit after the @ in data_folder."
+        return f"{what} Correct the branch, tag or commit after the @ in {written.data_folder}."
     if "EntryNotFound" in kind:
         return (
             f"{what} It was there when the folder was listed: restore it, and run the same command again; or start "
-            "anew for the new input, with another checkpoints_local_dir, output_folder and logging_dir."
+            f"anew for the new input, with another {written.folders}."
         )
     if isinstance(error, _MISSING):
-        return f"{what} Correct data_folder, or restore the repository; if it is private or gated, {may_read}."
+        return (
+            f"{what} Correct {written.data_folder}, or restore the repository; if it is private or gated, {may_read}."
+        )
     if http_status(error) == 404:
-        return f"{what} Correct data_folder, or {may_read}."
+        return f"{what} Correct {written.data_folder}, or {may_read}."
     return f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."

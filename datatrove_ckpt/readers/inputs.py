@@ -27,6 +27,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import ALL_ROWS, RowShard, State, in_pipeline
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
@@ -43,12 +44,12 @@ _Entries: TypeAlias = list[tuple[str, int]]
 """Files by name and size in bytes."""
 
 
-def remedy(verb: str = "Restore it") -> str:
+def remedy(verb: str = "Restore it") -> StartOver | str:
     """What to do about an input that a position does not fit. A pipeline has folders, a training loop has a state."""
-    anew = ", without the saved state"
+    start = f"{verb}, or start from the beginning"
     if in_pipeline():
-        anew = ": with another checkpoints_local_dir, output_folder and logging_dir"
-    return f"{verb}, or start from the beginning{anew}."
+        return StartOver(f"{start}: with ", ".")
+    return f"{start}, without the saved state."
 
 
 class Inputs:
@@ -176,7 +177,7 @@ class Inputs:
         try:
             return self.size(index)
         except FileNotFoundError as error:
-            raise CheckpointMismatch(f"The input file {self.names[index]!r} is gone. {remedy()}") from error
+            raise CheckpointMismatch(f"The input file {self.names[index]!r} is gone. ", remedy()) from error
 
     def check_before(self, state: State) -> Digest:
         """Checks that the files before the state's current one are the same, and returns their digest.
@@ -194,8 +195,8 @@ class Inputs:
         names = list(map(shorten, self.names))
         if current not in names:
             raise CheckpointMismatch(
-                f"The input has changed: the file {current!r}, which the position is in, is gone or has another name. "
-                + remedy()
+                f"The input has changed: the file {current!r}, which the position is in, is gone or has another name. ",
+                remedy(),
             )
         entries = [(name, self.known_size(index)) for index, name in enumerate(self.names[: names.index(current)])]
         raise _refusal(

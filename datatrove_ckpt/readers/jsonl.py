@@ -220,13 +220,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             seed = xxh3_64_intdigest(head)
         if xxh3_64_intdigest(line, seed) & PLAIN_INTEGER != line_hash:
             raise CheckpointMismatch(
-                f"The input file {name!r} has changed before byte {offset} of its content, the saved position. "
-                + remedy()
+                f"The input file {name!r} has changed before byte {offset} of its content, the saved position. ",
+                remedy(),
             )
         if following and not (is_plain and following in b"\n\r"):
             raise CheckpointMismatch(
                 f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
-                f"and has grown. {remedy()}"
+                f"and has grown. ",
+                remedy(),
             )
         return bool(with_head)
 
@@ -272,7 +273,7 @@ def _opens_array(line: bytes) -> bool:
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
     data = file.read(count)
     if len(data) < count:
-        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. {remedy()}")
+        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. ", remedy())
     return data
 
 

@@ -21,6 +21,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.skipped import Skipped, SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reached
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord
@@ -123,8 +124,9 @@ class Reading:
         if self._skipped_a_reader and not self._resumed:
             raise CheckpointMismatch(
                 f"The saved position belongs to reader {(self.state or {})['number']} of the pipeline (counted from "
-                f"0), but only {len(self.starts)} of its readers can seek. Restore the pipeline, or start with "
-                "another checkpoints_local_dir."
+                f"0), but only {len(self.starts)} of its readers can seek. Restore the pipeline, or start with ",
+                StartOver(),
+                ".",
             )
         return self._resumed
 

@@ -68,8 +68,9 @@ class Revisions:
         except (orjson.JSONDecodeError, KeyError, TypeError):
             pass
         raise CheckpointCorrupt(
-            f"{path} should name the commit of the dataset that this job reads, and cannot be read. Restore it from a "
-            "copy, or write the commit as `revision` into dataset_options and remove the file."
+            path,
+            " should name the commit of the dataset that this job reads, and cannot be read. Restore it from a "
+            "copy, or write the commit as `revision` into dataset_options and remove the file.",
         )
 
     def _keep(self, path: Path, content: dict[str, str]) -> None:

@@ -76,6 +76,7 @@ class ShardRecord:
             return record
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
-                f"{path} cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody notices if the "
-                "input of this finished rank changes."
+                path,
+                f" cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody notices if the "
+                "input of this finished rank changes.",
             ) from error

@@ -26,6 +26,7 @@ from datatrove.pipeline.readers import ipc, parquet
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
@@ -79,8 +80,8 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
     if begin and not _FILE_MARK.startswith(begin):
         raise InputError(
             f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, replace it by a "
-            'complete copy; else move it out of the input, or start with glob_pattern="*.arrow". Then run the same '
-            "command again."
+            f"complete copy; else move it out of the input, or choose the files by {written.glob_pattern} (*.arrow). "
+            "Then run the same command again."
         )
     return False
 

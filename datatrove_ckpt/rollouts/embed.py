@@ -11,6 +11,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.rollouts.interface import FIELDS, Generate, Payload
 from datatrove_ckpt.rollouts.prompt import filled_text
 from datatrove_ckpt.rollouts.settings import WholeText
@@ -37,7 +38,7 @@ class _NoText(WholeText):
     def _fit(self, config: InferenceConfig) -> None:
         lacks = config.engine.lacks(self._way)
         if lacks:
-            raise ConfigError(f"rollout_fn: {lacks}.")
+            raise ConfigError(f"{written.rollout_fn}: {lacks}.")
         super()._fit(config)
 
 

@@ -270,7 +270,7 @@ import sys, time
 from datatrove_ckpt.__main__ import main
 from datatrove_ckpt.preflight import checks
 
-def slowly(how, path):
+def slowly(path):
     time.sleep(2)
     return "kept out"
 

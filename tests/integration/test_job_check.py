@@ -389,7 +389,7 @@ def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_anoth
             nodes.run(rank, 4, accept_changes=True)
         assert not nodes.server.asked
     assert str(nodes.mirror) in str(refused.value)
-    assert "Go on with 1 task (--executor.tasks=1), or choose another checkpoints_local_dir" in str(refused.value)
+    assert "Go on with 1 task (tasks=1), or choose another checkpoints_local_dir" in str(refused.value)
     assert "set finished_from to the old output_folder and checkpoints_local_dir" in str(refused.value)
 
 

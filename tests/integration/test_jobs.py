@@ -236,26 +236,18 @@ except KeyboardInterrupt:
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "interrupted\n"
 
 
-def test_cancel_of_a_script_and_of_a_run_without_jobs(
+def test_cancel_with_and_without_jobs(
     hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("__main__", "__mp_main__"):  # which the command replaces by the script
-        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
     write_job(hub, "http://127.0.0.1:1", 1, 1)
     base = f"hf://buckets/{BUCKET}"
-    Path("job.py").write_text(
-        "import datatrove_ckpt\n"
-        f"datatrove_ckpt.run(run_folder='{base}/run', input='{base}/input/*.jsonl', prompt='Say {{text}}', model='m', "
-        "endpoint='http://127.0.0.1:1', jobs={})\n"
-    )
     assert "No job of this run waits or runs" in command("run", "job.yaml", "--cancel")
     alive = SimpleNamespace(id="job7", url="http://hub/job7", environment={})
     canceled = []
     monkeypatch.setattr("huggingface_hub.list_jobs", lambda **_: [alive])
     monkeypatch.setattr("huggingface_hub.cancel_job", lambda **asked: canceled.append(asked["job_id"]))
-    for job in ("job.yaml", "job.py"):
-        assert "Canceled 1 job. " in command("run", job, "--cancel")
-    assert canceled == ["job7", "job7"]
+    assert "Canceled 1 job. " in command("run", "job.yaml", "--cancel")
+    assert canceled == ["job7"]
     assert not any("experimental" in line for line in log)
     monkeypatch.setattr("datatrove_ckpt.JobsPipelineExecutor.run", lambda executor: None)
     job = {"input": f"{base}/input/*.jsonl", "prompt": "Say {text}", "model": "m", "endpoint": "http://127.0.0.1:1"}
@@ -393,7 +385,7 @@ def test_a_cancellation_between_two_jobs_starts_no_other(
     monkeypatch.setattr(executor, "_submit", lambda reached, retries: _Job("1", "url"))
     alive: dict[str, _Job] = {}
     assert executor.cancel() == 0
-    with pytest.raises(CkptError, match=r"This run was canceled \(--cancel\)"):
+    with pytest.raises(CkptError, match="This run was canceled"):
         executor._start(alive, 1, 0)
     executor._began = time.time()  # the same command again
     executor._start(alive, 1, 0)
@@ -497,11 +489,6 @@ def test_the_short_form_and_datatroves_own_executor(
     short |= {"endpoint": "http://127.0.0.1:1", "jobs": {"flavor": "a10g-small", "timeout": "2h", "poll_interval": 0}}
     Path("short.yaml").write_text(yaml.safe_dump(short))
     assert "run_folder: must be a folder of this machine" in command("run", "short.yaml", "--jobs=null", code=2)
-    said = command("run", "short.yaml", "--start-over", code=2).error
-    assert said.endswith(
-        f"{run}/output is not on this machine, where folders can be renamed. Or choose another run_folder (or "
-        "checkpoints, output and logs) of this job alone."
-    )
     assert "refuses to start a job" in command("run", "short.yaml", code=1)
     (job,) = started
     assert job["flavor"] == "a10g-small"

@@ -1,4 +1,4 @@
-"""A script in place of a YAML file: which executor is found, what runs, and a run of datatrove's that goes on."""
+"""Jobs of scripts: what an executor's calls do, and runs of datatrove's that go on."""
 
 from __future__ import annotations
 
@@ -27,137 +27,6 @@ from tests.jobs import rejects, runner
 from tests.patience import until
 
 SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
-STEP = """\
-import sys
-from pathlib import Path
-from datatrove.executor import LocalPipelineExecutor
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.readers import JsonlReader
-
-async def rollout(document, generate):
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
-
-def make(name, tasks=1, **settings):
-    step = InferenceRunner(
-        rollout,
-        InferenceConfig("endpoint", "fake", endpoint_url="URL"),
-        JsonlWriter(f"{name}/output", "${rank}_chunk_${chunk_index}.jsonl", compression=None),
-        checkpoints_local_dir=f"{name}/checkpoints",
-        records_per_chunk=4,
-    )
-    return LocalPipelineExecutor([JsonlReader("input"), step], tasks, logging_dir=f"{name}/logs", **settings)
-
-def never(*of_step):
-    Path("ran").touch()
-
-"""
-
-
-@pytest.fixture
-def script(here: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes ``job.py``. What the command does to this process for a script is undone."""
-    for name in ("__main__", "__mp_main__"):
-        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-    def write(end: str, url: str = "http://127.0.0.1:9") -> Path:
-        path = here / "job.py"
-        path.write_text(f"{STEP.replace('URL', url)}{end}")
-        return path
-
-    return write
-
-
-def found(command: Command, *words: str, code: int = 2) -> str:
-    """The checkpoint folder that the command has found in the script: nothing has started there."""
-    said = command("status", "job.py", *words, code=code).err
-    assert not Path("ran").exists()
-    (folder,) = re.findall(r"^job.py: --executor=\d: (\S+)/checkpoints$", said, re.MULTILINE)
-    return str(folder)
-
-
-IN_MAIN = """
-def main(name):
-    print("not on standard output")
-    try:
-        make(name).run()
-    except Exception:
-        never()
-    never()
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-"""
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        'make("a").run()\nnever()',
-        'executor = make("a")\nif __name__ == "__main__":\n    never()',
-        'class LocalPipelineExecutor(LocalPipelineExecutor):\n    def run(self):\n        never()\nmake("a").run()',
-    ],
-)
-def test_an_executor_at_module_level_is_found_and_nothing_runs(script: Any, command: Command, end: str) -> None:
-    script(end)
-    assert found(command) == "a"
-
-
-def test_an_executor_that_main_makes_needs_its_arguments(script: Any, command: Command) -> None:
-    script(IN_MAIN)
-    said = command("status", "job.py", code=2)
-    assert "job.py: makes 0 executors with an InferenceRunner, not 1. If its main makes it, add --main=" in said.error
-    assert found(command, "--main=b") == "b"
-    assert command("status", "job.py", "--main", "b c", "--json", code=2).out == ""
-
-
-def test_what_an_executor_depends_on_comes_first_and_a_number_takes_a_later_one(script: Any, command: Command) -> None:
-    script(
-        'before = LocalPipelineExecutor([never], logging_dir="logs")\nbefore.run()\n'
-        'first = make("a", depends=before)\nsecond = make("b", depends=first)\nsecond.run()\nmake("c").run()\n'
-    )
-    assert found(command) == "a"
-    assert found(command, "--executor=2") == "b"
-    assert found(command, "--executor", "3") == "c"
-    assert "makes 3 executors with an InferenceRunner, not 4" in command("status", "job.py", "--executor=4", code=2).err
-    assert "only --main=" in command("status", "job.py", "--executor.tasks=4", code=2).err
-
-
-def test_arguments_of_main_that_do_not_work_are_named(script: Any, command: Command) -> None:
-    script('if __name__ == "__main__":\n    sys.exit(2)\n')
-    assert "not 1. It ended by itself: 2." in command("status", "job.py", "--main=b", code=2).error
-    assert "--main: No closing quotation: it's" in command("status", "job.py", "--main=it's", code=2).error
-
-
-def test_scripts_that_fail_and_imports_that_were_not_changed_are_named(script: Any, command: Command) -> None:
-    script("x = 1\nmissing()\n")
-    lines = len(STEP.splitlines()) + 2
-    said = command("doctor", "job.py", code=2).error
-    assert said.startswith(f"error: job.py, line {lines}: NameError: name 'missing'")
-    script('from datatrove.pipeline.inference.run_inference import InferenceRunner\nmake("a").run()\nnever()\n')
-    said = command("verify", "job.py", code=2).error
-    assert said == "error: job.py: its InferenceRunner is datatrove's own. Import it from datatrove_ckpt."
-    assert "is a script. Start it: python job.py 1 2" in command("run", "job.py", "--main=1 2", code=2).error
-
-
-def test_a_script_stands_for_its_run_in_each_command(here: Path, script: Any, command: Command) -> None:
-    write_input(here, 9, 3)
-    with FakeServer() as server:
-        path = script(f"{IN_MAIN}\n", server.url)
-        ended = processes.run([sys.executable, str(path), "a"], cwd=here)
-        assert ended.returncode == 0, ended.stderr
-        (here / "ran").unlink()
-        words = ("job.py", "--main=a")
-        assert "1 rank (1 finished)" in command("status", *words)
-        assert "no problem: 1 rank, 12 documents" in command("verify", *words, "--full")
-        assert "nothing to repair" in command("repair", *words, "--dry-run")
-        assert "no problem" in command("doctor", *words)
-        (here / "a/output").rename(here / "moved")
-        path.write_text(path.read_text().replace('f"{name}/output"', '"moved"'))
-        assert "no problem: 1 rank, 12 documents" in command("verify", *words, "--full")
-        assert not (here / "ran").exists()
 
 
 def outputs_of(folder: Path) -> Counter[str]:
@@ -193,6 +62,10 @@ def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path, command: C
 
 
 OF_CLASSES = """
+from pathlib import Path
+from datatrove.executor import LocalPipelineExecutor
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.readers import JsonlReader
 from dataclasses import dataclass
 from functools import partial
 from tests.datatrove_job import SIZE, make_writer, payload
@@ -227,10 +100,10 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_that_is_imported_is_the_run_that_it_starts(here: Path, script: Any, command: Command) -> None:
+def test_a_script_of_classes_takes_over_what_datatroves_has_finished(here: Path, command: Command) -> None:
     shutil.copytree(SCRIPTS.parent / "datatrove_0_9_0", here, dirs_exist_ok=True)
     with FakeServer() as server:
-        script(OF_CLASSES.replace("URL", server.url))
+        (here / "job.py").write_text(OF_CLASSES.replace("URL", server.url))
         path = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
         ended = processes.run([sys.executable, "job.py"], cwd=here, env=path)
         assert ended.returncode == 0, ended.stderr
@@ -239,7 +112,7 @@ def test_a_script_that_is_imported_is_the_run_that_it_starts(here: Path, script:
             "first text 10 twice",
             "second text 10 twice",
         }
-        assert "no problem" in command("verify", "job.py", "--full")
+        assert "no problem" in command("verify", "new", "--full")
 
 
 @pytest.mark.slow

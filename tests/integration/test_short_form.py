@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import pickle
 import re
+import shlex
+import shutil
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.cli.execution import explain
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.short_form import in_short_words, make_executor, read_config
+from datatrove_ckpt.cli.short_form import make_executor, read_config
+from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, StartOver, Tasks, entered
+from datatrove_ckpt.executor import given_up_error
 from datatrove_ckpt.formatting import error_text
 from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
@@ -281,7 +286,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server: FakeServer, command:
         (["--limit=2", "--limit", "3"], "--limit: given 2 times"),
         (["--run-folder"], "--run-folder: its value is missing"),
         (["--limit", "--prompt", "x"], "--limit: its value is missing"),
-        (["--startover"], "--startover: its value is missing, or did you mean --start-over?"),
+        (["--dryrun"], "--dryrun: its value is missing, or did you mean --dry-run?"),
         (["b.jsonl", "c.jsonl"], "needs quotes"),
         (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
     ],
@@ -450,7 +455,7 @@ def job(server: FakeServer) -> dict[str, Any]:
         ("--prompt=Tell {text}", "or choose another run_folder for the new ones."),
         ("--max-tokens=5", "  max_tokens: (not set) -> 5\n"),
         ("--tasks=2", "any more. Go on with 1 task ("),
-        ("--limit=2", "as another run: with a run_folder of its own."),
+        ("--limit=2", "as another run: with another run_folder."),
         ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
         ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),
         ("--max-chars=1", "job.yaml: max_chars: must be"),
@@ -470,65 +475,85 @@ def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command:
         assert " ".join(said.split()) in " ".join(told.split())
 
 
-@pytest.mark.parametrize(
-    ("long", "short"),
-    [
-        ("start over with another checkpoints_local_dir, output_folder and logging_dir.", "with another run_folder."),
-        ("Stop it, with a checkpoints_local_dir and logging_dir of its own", "with a run_folder of its own"),
-        ("/x (checkpoints_local_dir): denied, or choose another checkpoints_local_dir.", "/x (run_folder): denied"),
-        ("another run_folder instead (or checkpoints_local_dir, output_folder and logging_dir).", "folder instead."),
-        ("choose another logging_dir (and output) for the new one", "choose another run_folder for the new one"),
-        ("Check text_key and the adapter of the reader, and start", "Check text_key, and start"),
-        ("Set text_key to one of them, or write an adapter.", "Set text_key to one of them."),
-        ("Check data_folder, glob_pattern and text_key.", "Check input and text_key."),
-        ("Check model_name_or_path, endpoint_url and use_chat.", "Check model, endpoint and use_chat."),
-        ("may not have the path /a: check endpoint_url and model_name_or_path.", "check endpoint and model."),
-        ("raise max_tokens in default_generation_params, and", "raise max_tokens, and"),
-        ("add --pipeline.1.accept_changes=true to the", "add --accept_changes=true to the"),
-        ("executor: job 5 of this run is still", "job.yaml: job 5 of this run is still"),
-        ("executor X: executor: workers must", "job.yaml: workers must"),
-        ("sbatch, or use class_path: LocalPipelineExecutor.", "sbatch, or leave slurm out."),
-        ("rollout_fn: f is a class", "rollout: f is a class"),
-        ("that output_filename 'x' may have named", "that output_filename 'x' may have named"),
-        (
-            "another output_folder or output_filename, and with a checkpoints_local_dir and logging_dir of its own",
-            "another run_folder of its own",
-        ),
-        ("see /x/logging_dir/a", "see /x/logging_dir/a"),
-        ('holds "the logging_dir of pipeline[1] X: y"', 'holds "the logging_dir of pipeline[1] X: y"'),
-    ],
-)
-def test_words_of_the_long_form_become_those_of_the_short_one(long: str, short: str) -> None:
-    found = in_short_words(long, "job.yaml")
-    assert short in found
-    assert "job.yaml: job.yaml: " not in found
-
-
 SETTINGS = sorted(
     {"executor", "InferenceConfig", "InferenceRunner", "pipeline[1] JsonlReader", "an adapter", "class_path"}.union(
+        ("--worker", "without --worker", "run()", "by run_worker()", "--retry-dead-letters", "--cancel"),
         *(signature(one).parameters for one in (InferenceRunner, InferenceConfig, LocalPipelineExecutor)),
         *(signature(one).parameters for one in (JsonlReader, JsonlWriter)),
     )
 )
 
 
-def shown(text: str, cause: Exception | None) -> str:
-    """The message of an error with this cause, in the words of the short form."""
-    try:
-        raise CkptError(text) from cause
-    except CkptError as error:
-        return in_short_words(str(error), "job.yaml")
+DOORS = [Door(), Door("run()"), Door(is_command=True), Door("job.yaml", is_command=True)]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_path_and_an_error_with_the_name_of_a_setting_come_out_as_they_went_in(name: str) -> None:
-    path = name.replace(" ", "_")
-    for text in (f"/here/{path}", f"{path}/a.jsonl", f"s3://{path}/a", f"--input={path}/a", f"'{name}'", f'"{name}"'):
-        assert shown(f"input: {text}: there is no file", None) == f"input: {text}: there is no file"
-    for cause in (KeyError(f"{name} of x"), ValueError(f"{name}: bad\nin {name}."), ValueError(name)):
-        text = f"Document 1 failed: {error_text(cause)}, in job.py"
-        assert shown(text, cause) == text
-        assert shown(text, DocumentFailed(text, None, str(cause))) == text, "as a worker process sends it"
+@pytest.mark.parametrize("door", DOORS, ids=["Python", "run", "long", "short"])
+def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_in(door: Door) -> None:
+    every = " of ".join(SETTINGS)
+    path = every.replace(" ", "_")
+    cause = KeyError(every)
+    text = f"input: /here/{path}: datatrove-ckpt repair /{path}, then run the same command again: {error_text(cause)}"
+    with entered(door, ["datatrove-ckpt", "run"]):
+        assert str(CkptError(text)) == text
+        assert f"  task 1: {text}\n" in str(given_up_error({1: text}, 2)), "as a claim keeps it"
+        error = DocumentFailed([text, StartOver(" Choose ", ".")], None, cause)
+        other = "run_folder" if door.form else "checkpoints_local_dir, output_folder and logging_dir"
+    assert str(error) == f"{text} Choose another {other}."
+    sent = pickle.loads(pickle.dumps(error))
+    assert (str(sent), sent.remedies) == (str(error), error.remedies), "as a worker process sends it"
+
+
+@pytest.mark.parametrize(
+    ("door", "words", "setting", "tasks", "over"),
+    [
+        (
+            Door(),
+            "",
+            "pass accept_changes=True to InferenceRunner",
+            "tasks=3",
+            "another checkpoints_local_dir, output_folder and logging_dir",
+        ),
+        (
+            Door("run()"),
+            "",
+            "pass accept_changes=True to run()",
+            "tasks=3",
+            "another run_folder",
+        ),
+        (
+            Door(is_command=True, runner=3),
+            "datatrove-ckpt run 'a b.yaml' --executor.tasks=2",
+            "add --pipeline.3.accept_changes=true to the command",
+            "datatrove-ckpt run 'a b.yaml' --executor.tasks=3",
+            "another checkpoints_local_dir, output_folder and logging_dir",
+        ),
+        (
+            Door("a.yaml", is_command=True),
+            "datatrove-ckpt run a.yaml --tasks 2 --retry-dead-letters",
+            "add --accept-changes true to the command",
+            "datatrove-ckpt run a.yaml --retry-dead-letters --tasks 3",
+            "another run_folder",
+        ),
+    ],
+    ids=["Python", "run", "long", "short"],
+)
+def test_each_door_says_what_helps_in_its_own_way(door: Door, words: str, setting: str, tasks: str, over: str) -> None:
+    again = "retry_dead_letters=True"
+    if door.is_command:
+        again = "--retry-dead-letters"
+    repair = f"datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with {again}"
+    with entered(door, shlex.split(words)):
+        remedies = [ChangeSetting("accept_changes"), Tasks(3), Repair("/c", "/l", retry="now"), StartOver()]
+        sent = pickle.loads(pickle.dumps(CheckpointMismatch("x", *remedies, "y")))
+        assert [*map(str, sent.remedies)] == [setting, tasks, repair, over]
+
+
+def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks() -> None:
+    with entered(Door("a.yaml", is_command=True), shlex.split("datatrove-ckpt run a.yaml --worker --tasks=2")):
+        assert ChangeSetting("accept_changes").command == "datatrove-ckpt run a.yaml --tasks=2 --accept-changes true"
+        assert str(Tasks(3)) == "datatrove-ckpt run a.yaml --tasks 3"
+        assert str(given_up_error({1: "x"}, 2)).endswith("run the job again (without --worker) to resume.")
+    assert str(given_up_error({1: "x"}, 2)).endswith("run the job again (by run()) to resume.")
 
 
 @pytest.mark.parametrize("name", ["data_folder", "output_folder", "model_name_or_path", "rollout_fn"])
@@ -566,19 +591,27 @@ def test_python_names_what_to_pass_and_starts_over(job: dict[str, Any]) -> None:
     assert datatrove_ckpt.run(**job).is_dir()
     with pytest.raises(CheckpointMismatch) as refused:
         datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"})
-    assert str(refused.value).endswith(
-        "choose another run_folder for the new ones.\n"
-        "To start over, with what is there moved aside: pass start_over=True to run()."
-    )
+    assert str(refused.value).endswith("choose another run_folder for the new ones.")
+    folder = Path("runs/x").absolute()
+    assert refused.value.__notes__ == [f"To start over, move what is there aside: mv {folder} {folder}.1"]
     assert not LONG.search(str(refused.value))
     with pytest.raises(CheckpointMismatch, match=r"Go on with 1 task \(tasks=1\)"):
         datatrove_ckpt.run(**job, tasks=2)
     with pytest.raises(ConfigError, match=r"^run\(\): max_tokens: -4 is not"):
         datatrove_ckpt.run(**job, max_tokens=-4)
-    with pytest.raises(ConfigError, match=r"^start_over: "):
-        datatrove_ckpt.run(**job, start_over=True, retry_dead_letters=True)
-    datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"}, start_over=True)
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["x", "x.1"]
+    Path("runs/x").rename("runs/x.1")
+    datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"})
+    assert {*outputs(Path("runs/x/output"))} == {*outputs(Path("runs/x.1/output"))}
+
+
+def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job: dict[str, Any], command: Command) -> None:
+    changed = ["job.yaml", "--prompt=Tell {text}"]
+    said = command("run", *changed, code=1).err
+    assert said.endswith(
+        f"\nTo start over, move what is there aside: mv {Path('runs/x').absolute()} {Path('runs/x.1').absolute()}\n"
+    )
+    shutil.copytree("documents", "runs/x/documents")
+    assert " mv " not in command("run", *changed, "--input=runs/x/documents", code=1).err
 
 
 # the first document and the input's files -----------------------------------------------------------------------------

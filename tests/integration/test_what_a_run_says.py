@@ -120,7 +120,10 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     error = said[said.rindex("error: ") :].splitlines()
     assert "no attribute 'strip', in raises_in_line_3.py, line 3 (ask). " in error[0]
     log = here / "logs" / "logs" / "task_00000.log"
-    assert error[1:] == [f"The traceback is in the log of task 0: {log}"]
+    assert error[1:] == [
+        f"The traceback is in the log of task 0: {log}",
+        "The whole command: datatrove-ckpt run job.yaml --pipeline.1.accept_changes=true",
+    ]
     assert "Traceback" in log.read_text()
     assert "Traceback" not in said
 

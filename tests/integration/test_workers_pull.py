@@ -307,7 +307,6 @@ def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer) -> None
     ("words", "said"),
     [
         (["--worker", "--retry-dead-letters"], "--retry-dead-letters"),
-        (["--worker", "--start-over"], "--start-over"),
         (["--worker", "--executor.logging_dir=hf://datasets/a/b/logs"], "hf://buckets/a/b/logs"),
     ],
 )

@@ -98,8 +98,6 @@ def run_retry(world: World, chance: random.Random) -> str:
 @action(weight=3, run=True)
 def do_what_it_says(world: World, chance: random.Random) -> str:
     """The command that the last message names, or the removals that it asks for; then the job again."""
-    if "--repair." in world.last_terminal:
-        return _said("run --repair", world.run(options=["--repair"]))
     advice = re.search(r"datatrove-ckpt repair( [^\s`'\"]+)+", world.last_terminal)
     if advice is not None:
         argv = _command_of(advice[0])

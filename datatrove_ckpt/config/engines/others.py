@@ -7,6 +7,7 @@ from pathlib import Path
 
 from datatrove_ckpt.config.inference_config import Engine, EngineCommand, InferenceConfig, Launch, arguments
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 
 
 class Custom(Engine):
@@ -67,6 +68,8 @@ class Endpoint(Engine):
 
     def check(self, config: InferenceConfig) -> None:
         if not config.endpoint_urls:
-            raise ConfigError('endpoint_url: must be set when server_type is "endpoint".')
+            raise ConfigError(f'{written.endpoint_url}: must be set when server_type is "endpoint".')
         if config.replicas > 1:
-            raise ConfigError("replicas: launches servers; for several endpoints set endpoint_url to a list.")
+            raise ConfigError(
+                f"replicas: launches servers; for several endpoints set {written.endpoint_url} to a list."
+            )

@@ -55,7 +55,8 @@ class SGLang(Engine):
     )
 
     def command(self, launch: Launch) -> EngineCommand:
-        config, nodes = launch.config, launch.nodes
+        config = launch.config
+        nodes = launch.nodes
         start = (launch.python, str(_LAUNCHER), "--model-path", config.model_name_or_path)
         flags: dict[str, object] = {
             "host": HOST,
@@ -77,7 +78,9 @@ class SGLang(Engine):
     def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
         if kind == "choice":
             return {"regex": "(" + "|".join(_literal(one) for one in value) + ")"}
-        return {"regex": value} if kind == "regex" else super().form_fields(kind, value)
+        if kind == "regex":
+            return {"regex": value}
+        return super().form_fields(kind, value)
 
 
 def _literal(text: str) -> str:

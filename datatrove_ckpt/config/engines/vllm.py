@@ -71,13 +71,18 @@ class Vllm(Engine):
         installs the script, but not the distribution named "vllm" that the script requires. So we check the metadata.
         With ``server_python``, only that environment is searched.
         """
-        if (python := config.server_python) is not None:
+        python = config.server_python
+        if python is not None:
             beside = Path(shutil.which(python) or python).with_name("vllm")
             named = beside.parent.parent.glob("lib/python*/site-packages/vllm-[0-9]*.dist-info")
-            return str(beside) if beside.is_file() and any(named) else None
+            if beside.is_file() and any(named):
+                return str(beside)
+            return None
         beside = Path(sys.executable).with_name("vllm")
         if find_spec("vllm") is not None:
-            return str(beside) if beside.is_file() and any(importlib.metadata.distributions(name="vllm")) else None
+            if beside.is_file() and any(importlib.metadata.distributions(name="vllm")):
+                return str(beside)
+            return None
         if beside.is_file():
             return str(beside)
         on_path = shutil.which("vllm")
@@ -87,7 +92,8 @@ class Vllm(Engine):
 
     def command(self, launch: Launch) -> EngineCommand:
         """``--served-model-name`` makes requests and answers name the model as the config does."""
-        config, nodes = launch.config, launch.nodes
+        config = launch.config
+        nodes = launch.nodes
         flags: dict[str, object] = {
             "host": HOST,
             "port": launch.port,

@@ -66,6 +66,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, RetryableError, Way, unfinished
 from datatrove_ckpt.inference.client.body import AnyBody
 from datatrove_ckpt.inference.client.routing import (
@@ -319,7 +320,9 @@ class ModelServers:
         key = Key.wrap(api_key)
         for url in endpoints:
             if key is not None and url.has_credentials:
-                raise ConfigError(f"endpoint_url: {url} contains credentials, and an API key is set, too. Remove one.")
+                raise ConfigError(
+                    f"{written.endpoint_url}: {url} contains credentials, and an API key is set, too. Remove one."
+                )
         for url in endpoints:
             self.mark_up(self.add(), url, key)
 
@@ -549,7 +552,8 @@ class CompletionClient:
             raise ServerRefused(
                 f"{transport.url} has sent an answer without a request {transport.unasked} times. So it, or a "
                 "gateway before it, sends answers late, and a late answer may be taken for that to the next request. "
-                "Let the requests bypass the gateway (endpoint_url), or raise its timeout, and run the same command "
+                f"Let the requests bypass the gateway ({written.endpoint_url}), or raise its timeout, and run the "
+                "same command "
                 "again."
             )
         attempt = target.start_attempt(request)

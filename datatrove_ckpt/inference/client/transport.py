@@ -14,6 +14,7 @@ import orjson
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, Response
@@ -153,13 +154,15 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
 
 def _hint(status: int, url: HiddenUrl, text: str) -> str:
     if status < 400:
-        return "Redirects are not followed. Set endpoint_url to the final address."
+        return f"Redirects are not followed. Set {written.endpoint_url} to the final address."
     if status in (401, 403, 407):
         return "Check api_key or api_key_env, that the key may use this model, and proxies."
     if status == 402:
         return "The account of this key has no credit left."
     if not (path := url.reveal().path).endswith("/completions"):
         if "model" in text.lower():
-            return "Check model_name_or_path and endpoint_url."
-        return f"This server may not have the path {path}: check endpoint_url and model_name_or_path."
-    return "Check model_name_or_path, endpoint_url and use_chat."
+            return f"Check {written.model_name_or_path} and {written.endpoint_url}."
+        return (
+            f"This server may not have the path {path}: check {written.endpoint_url} and {written.model_name_or_path}."
+        )
+    return f"Check {written.model_name_or_path}, {written.endpoint_url} and use_chat."

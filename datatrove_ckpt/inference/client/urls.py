@@ -16,6 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 from yarl import URL
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.redaction import HiddenDict, Redactor
 
 _PUBLIC_QUERY = "api-version"
@@ -40,7 +41,7 @@ class HiddenUrl:
         self._url = url if isinstance(url, URL) else _parsed(url)
         del url  # the frame that raises must not hold it
         if not self._url.host:
-            raise ConfigError("endpoint_url: is not a URL.")
+            raise ConfigError(f"{written.endpoint_url}: is not a URL.")
 
     @classmethod
     def wrap(cls, url: Self | str | URL) -> Self:

@@ -20,6 +20,7 @@ from loguru import logger
 from datatrove_ckpt import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused, ServerStartFailed, named
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage, waiting
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import OnServer, Sender
@@ -182,7 +183,8 @@ class ExternalServers:
                 each = "".join(f"  {cause}\n" for cause in causes)
                 raise ServerStartFailed(
                     f"No endpoint was ready within {window:g} s:\n{each}Check that the server runs, that this "
-                    "machine can reach it, and endpoint_url. One that answers 429 limits requests: start later."
+                    f"machine can reach it, and {written.endpoint_url}. One that answers 429 limits "
+                    "requests: start later."
                 )
             # One that refuses connections is tried again at once; one that is silent has taken its time already.
             if (failures > 1 or now >= started + _SILENT) and now >= said_at + _SAY_AGAIN:
@@ -196,7 +198,7 @@ class ExternalServers:
             if answer.refused:
                 raise ServerRefused(
                     f"{answer.url} refuses this run's API key (HTTP {answer.refused}). Check api_key_env and what its "
-                    "variable holds, or the secret in endpoint_url."
+                    f"variable holds, or the secret in {written.endpoint_url}."
                 )
         return [f"{url}: {answer.cause}" for url, answer in zip(self.urls, answers, strict=True) if answer.cause]
 
@@ -278,13 +280,13 @@ def _with_environment(url: str) -> HiddenUrl:
     for name in _VARIABLE.findall(url):
         if name not in os.environ:
             raise ConfigError(
-                f"endpoint_url: {url} names the environment variable {name}, which is not set. Export it where the "
-                "tasks run."
+                f"{written.endpoint_url}: {url} names the environment variable {name}, which is not set. Export it "
+                "where the tasks run."
             )
     try:
         return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url))
     except ConfigError:
         raise ConfigError(
-            f"endpoint_url: {url} is not a URL. Write http://HOST:PORT or https://HOST. In a user, a password or a "
-            "query, write %2F for /, %40 for @, and %23 for #."
+            f"{written.endpoint_url}: {url} is not a URL. Write http://HOST:PORT or https://HOST. In a user, a "
+            "password or a query, write %2F for /, %40 for @, and %23 for #."
         ) from None

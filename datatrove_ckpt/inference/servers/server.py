@@ -514,7 +514,7 @@ _COMMON = (
         r"gated ?repo|access to model .* is restricted|401 client error",
     ),
     (
-        Cause("There is no such model. Check model_name_or_path: a hub name, or a folder on this node.", True),
+        Cause("There is no such model. Check its name: a name on the hub, or a folder on this node.", True),
         r"repository ?not ?found|not a valid model identifier|incorrect path_or_model_id|hfvalidationerror",
     ),
     (

@@ -33,14 +33,16 @@ CkptError
     └── RequestPoisoned        this request kills servers, even if it is the only one in flight
 
 Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds one of the errors
-above. This module imports ``formatting`` only, so every room may import it.
+above. This room imports ``formatting`` only, so every room may import it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from datatrove_ckpt.errors.doors import Remedy
 from datatrove_ckpt.formatting import printable
 
 
@@ -62,11 +64,17 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 class CkptError(Exception):
     """Base of every error of this package. Raised itself, it means that tasks of a cluster are not complete.
 
-    Messages quote servers, documents and files. Python prints them when a script ends with one.
+    Its arguments are the parts of its message: texts, and what helps as objects (see ``doors``). Messages quote
+    servers, documents and files. Python prints them when a script ends with one.
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable("".join(map(str, self.args)))
+
+    @property
+    def remedies(self) -> list[Remedy]:
+        """What helps, in the order of the message."""
+        return [part for part in self.args if isinstance(part, Remedy)]
 
 
 def named(error: CkptError, model: str) -> CkptError:
@@ -93,6 +101,11 @@ class CheckpointCorrupt(CheckpointError):
     Causes are a damaged disk, a partial copy, an edit by hand, or a file of another version of this package. Restore
     the file from a copy, or start the rank again with an empty folder.
     """
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*parts)
+        self.path = next((part for part in parts if isinstance(part, Path)), None)
+        """The file, if it is a part of the message."""
 
 
 class CheckpointMismatch(CheckpointError):

@@ -1,0 +1,133 @@
+"""The last line of ``run``: what all ranks and all attempts have done, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint.commits import sum_counts
+from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    InputError,
+)
+from datatrove_ckpt.errors.doors import StartOver, command, written
+from datatrove_ckpt.formatting import plural, plural_is
+from datatrove_ckpt.preflight.before_run import Checked
+from datatrove_ckpt.preflight.input_checks import rows_without_document
+from datatrove_ckpt.preflight.run_plan import RunnerPlan
+
+
+def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
+    """The closing line, over all ranks, their retries and all attempts, with what was checked.
+
+    Args:
+        started: when the command did, in Unix seconds. Retries since then are named.
+
+    Raises:
+        CheckpointCorrupt: the commits contradict each other.
+        InputError: no row of the input is a document.
+    """
+    root = runner.root
+    assert root is not None
+    job = checked.jobs[root]
+    if not job.ranks:
+        find_ranks(root)  # raises, and says why
+    counts = job.counts
+    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
+        raise CheckpointCorrupt(
+            f"The commits in {root} contradict each other: {counts.read} documents read, {counts.written} written, "
+            f"{counts.dropped} dropped, {counts.dead} dead letters. Do not use the output before you have run: "
+            f"{_verify(root)}"
+        )
+    skipped = rows_without_document(root)
+    if not counts.read and skipped:
+        raise InputError(
+            f"No row of the whole input is a document.{skipped} Check text_key{written.and_adapter}, and start again "
+            "with ",
+            StartOver(),
+            ".",
+        )
+    folder = runner.step.output_writer.output_folder.resolve_paths("")
+    if not counts.read:
+        return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
+    again = sum_counts(commit.counts for commit in job.retried if commit.at >= started)
+    retried = f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, {again.dead} still dead"
+    idle = job.ranks - len({number for number, done in job.committed if done.read})
+    work = ""
+    if again.read:
+        work = f" Retried {retried}."
+    work += str(skipped)
+    if idle:
+        work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
+    work += f"{counts.odd_answers}{_attempts(job)}"
+    if "--retry-dead-letters" in command().split():
+        retry = ""
+    else:
+        retry = " --retry-dead-letters"
+    given = str(runner.copy or runner.step.checkpoints_local_dir)
+    shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
+    next_step = f"To check the files: {_verify(shown)}"
+    if counts.dead:
+        seen = shlex.join(["datatrove-ckpt", "show", str(shown), "--dead"])
+        next_step = f"To see the dead letters: {seen}. To retry them: {command()}{retry}"
+    none = ""
+    if counts.dead == counts.read:
+        ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
+        causes = sum((rank.causes for rank in ranks), Counter[str]())
+        often = "".join(cause for cause, _ in causes.most_common(1))
+        if counts.answers:
+            done = "written"
+        else:
+            done = "answered"
+        none = f"No document was {done}: {often}. "
+    return (
+        f"{none}{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.numbers.files, 'file')} in "
+        f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
+        f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
+        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} {next_step}"
+    )
+
+
+def _attempts(job: JobSums) -> str:
+    """What all attempts sent, as a sentence with a space before it; empty if nothing was repeated."""
+    sent = job.numbers.work
+    ranks = len(job.committed)  # with retries
+    attempts = max(ranks, job.numbers.number_of_attempts)
+    if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
+        return ""
+    if job.numbers.killed:
+        at_least = "at least "
+    else:
+        at_least = ""
+    again = sent.retries + sent.resent
+    if sent.sent == 1:
+        were = "was"
+    else:
+        were = "were"
+    said = f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
+    said += f"{plural(sent.sent, 'request')} {were} sent"
+    if again:
+        said += f", {again} of them again"
+    unused = sent.completion_tokens - job.counts.completion_tokens
+    if unused > 0:
+        return f"{said}, and {plural(unused, 'completion token')} paid that no document has."
+    return f"{said}."
+
+
+def _checked(checked: Checked) -> str:
+    """A sentence with a space before it; empty if nothing could be compared here."""
+    parts = []
+    if checked.jobs:
+        files = sum(job.numbers.files for job in checked.jobs.values())
+        parts.append(f"{plural(files, 'output file')} by name, size and time of change")
+    if checked.inputs:
+        parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
+    if parts:
+        return f" Checked: {' and '.join(parts)}, none is gone or changed."
+    return ""
+
+
+def _verify(checkpoints: Path | str) -> str:
+    return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"

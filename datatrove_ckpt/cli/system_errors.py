@@ -1,0 +1,71 @@
+"""Errors of the system outside checkpoints and output: what happened, where, and what to do.
+
+They come from ``logging_dir`` above all: datatrove writes it, and an error of a full disk names no file.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import tempfile
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint.identity import not_readable
+from datatrove_ckpt.checkpoint.lines import too_large
+from datatrove_ckpt.errors import (
+    StorageFailed,
+)
+from datatrove_ckpt.errors.doors import written
+from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.retrying import hub_refusal
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+
+
+def explain(error: OSError, plan: RunPlan) -> Exception:
+    """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
+    logs = plan.logging_dir
+    refused = hub_refusal(error)
+    if refused:
+        there = re.match("hf://[a-z]+s/([^/]+/[^/]+)", logs.resolve_paths(""))
+        if there and there[1] in refused:
+            return StorageFailed(f"{written.logging_dir}: {refused}.")
+        return StorageFailed(f"{refused}.")
+    if logs.is_local():
+        folders = {"logging_dir": Path(logs.resolve_paths(""))}
+    else:
+        folders = {}
+    folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
+    if error.errno in _FULL:
+        places = [*folders.items(), ("TMPDIR", tempfile.gettempdir())]
+        where = error.filename or " or ".join(f"{name} {folder}" for name, folder in places)
+        advice = "Free some space and run the same command again; everything saved so far is kept."
+        if error.errno == errno.EFBIG:
+            advice = too_large()
+        return StorageFailed(f"{error.strerror}: {where}. {advice}")
+    if error.errno not in _CLOSED or not isinstance(error.filename, str):
+        return error
+    path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it
+    inputs = [Path(step.data_folder.path).absolute() for step in plan.pipeline if hasattr(step, "data_folder")]
+    near = (name for name, folder in folders.items() if path.is_relative_to(folder) or folder.is_relative_to(path))
+    setting = next(near, "")
+    shown = written(setting)
+    if error.errno == errno.ENOENT:
+        gone = "it was removed during the run, or its file system takes no files there. Choose another"
+        if setting:
+            return StorageFailed(f"{path} ({shown}): {error.strerror}: {gone} {shown}.")
+        return error
+    if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
+        return StorageFailed(f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}.")
+    where = ""
+    other = ", or mount it writable,"
+    if setting:
+        where = f" ({shown})"
+        other = f", or mount it writable, or choose another {shown},"
+    if any(map(path.is_relative_to, inputs)):
+        other = " to read it,"
+    return StorageFailed(
+        f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run the "
+        "same command again; everything saved so far is kept."
+    )

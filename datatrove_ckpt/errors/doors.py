@@ -1,0 +1,271 @@
+"""The door through which a job came, the names of settings there, and what helps against an error.
+
+A door is the Python API, the command line, or ``run()``; the short form names some settings in its own way. So the
+author of a message marks the name of a setting (``f"Correct {written.data_folder}."``), and gives what helps as an
+object among the arguments of the error: ``CheckpointMismatch("Restore it, or start with ", StartOver(), ".")``. Both
+are written as the job's door has them. No other text of a message is touched.
+
+The door belongs to the process, as its signal handlers do: threads of a rank share it. A step carries it into worker
+processes and jobs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+_SHORT = {
+    "checkpoints_local_dir": "run_folder",
+    "output_folder": "run_folder",
+    "logging_dir": "run_folder",
+    "data_folder": "input",
+    "glob_pattern": "input",
+    "model_name_or_path": "model",
+    "endpoint_url": "endpoint",
+    "rollout_fn": "rollout",
+}
+"""The settings that have another name in the short form."""
+_INSIDE = ("default_generation_params.", "InferenceConfig.", "rollout_fn.")
+"""Where the long form has settings that the short form has beside the others."""
+_PHRASES = {
+    # several settings of the long form that are one in the short form
+    "folders": ("checkpoints_local_dir, output_folder and logging_dir", "run_folder"),
+    "finished_folders": ("output_folder and checkpoints_local_dir", "run_folder"),
+    "own_folders": (
+        "a checkpoints_local_dir, an output_folder and a logging_dir of its own",
+        "a run_folder of its own",
+    ),
+    "input": ("data_folder, glob_pattern", "input"),
+    # what the short form does not have
+    "or_adapter": (", or write an adapter", ""),
+    "and_adapter": (" and the adapter of the reader", ""),
+    "in_default_params": (" in default_generation_params", ""),
+    "run_here": ("use class_path: LocalPipelineExecutor", "leave slurm out"),
+    "local_tasks": ("class_path: LocalPipelineExecutor", "a job without slurm and jobs"),
+    "may_hold_variables": (" (checkpoints_local_dir may contain variables.)", ""),
+}
+_ACTS = {
+    "as_run": ("by run()", "without --worker"),
+    "as_worker": ("by run_worker()", "with --worker"),
+    "cancel": ("call cancel() of the executor", "add --cancel to the command"),
+    "retry_dead_letters": ("retry_dead_letters=True", "--retry-dead-letters"),
+}
+"""What is done in Python, and what is done on the command line for it."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """How a job was started. Without arguments: in Python.
+
+    Attributes:
+        form: what has the settings of the short form: a file, "the command line" or "run()"; "": the long form.
+        is_command: it was started by a command.
+        runner: the place of the ``InferenceRunner`` in the pipeline.
+    """
+
+    form: str = ""
+    is_command: bool = False
+    runner: int = 1
+
+    def name(self, setting: str) -> str:
+        """A setting, a path of one, a phrase about several, or what is done with a job, as it is written here."""
+        if setting in _ACTS:
+            return _ACTS[setting][self.is_command]
+        if setting == "executor" and self.form:
+            return self.form
+        long, short = _PHRASES.get(setting, (setting, _SHORT.get(setting, setting)))
+        if not self.form:
+            return long
+        for outer in _INSIDE:
+            short = short.removeprefix(outer)
+        return _SHORT.get(short, short)
+
+
+_door = Door()
+_words: Sequence[str] = ()
+"""The command line. It stays in this process: it may hold what no file may."""
+
+
+def current() -> Door:
+    """The door of the job that this process works on."""
+    return _door
+
+
+def use(door: Door) -> None:
+    """Messages are written as this door has them from now on."""
+    global _door
+    _door = door
+
+
+@contextmanager
+def entered(door: Door, words: Sequence[str] = ()) -> Iterator[None]:
+    """``use`` for a block. ``words``: the command line that runs the job."""
+    global _words
+    before = _door, _words
+    use(door)
+    _words = words
+    try:
+        yield
+    finally:
+        use(before[0])
+        _words = before[1]
+
+
+def command() -> str:
+    """The command that runs the job; "" where there is none."""
+    return shlex.join(_words)
+
+
+def _command_of_all() -> list[str]:
+    """The command, not as a worker: what a worker cannot do, a run of all tasks can."""
+    return [word for word in _words if word != "--worker"]
+
+
+def _command_without(setting: str) -> str:
+    """The same command without a setting and its value: ``--tasks=2``, ``--executor.tasks 2``."""
+    kept: list[str] = []
+    words = iter(_command_of_all())
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag not in (f"--{setting}", f"--executor.{setting}"):
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return shlex.join(kept)
+
+
+def step_name(index: int, step: object) -> str:
+    """A step in a sentence."""
+    name = type(step).__name__
+    if _door.form:
+        return name
+    return f"pipeline[{index}] {name}"
+
+
+def step_place(index: int, step: object) -> str:
+    """A step before a colon: in the short form, what has its settings."""
+    return _door.form or step_name(index, step)
+
+
+def setting_of(setting: str, place: str) -> str:
+    """A setting of a step; the short form has it once, so its name tells all."""
+    if _door.form:
+        return _door.name(setting)
+    return f"{setting} of {place}"
+
+
+class _Names:
+    """The names of settings, as attributes; called with the path of a setting, its name. See the module."""
+
+    def __getattr__(self, name: str) -> str:
+        if name != "executor" and name not in {**_SHORT, **_PHRASES, **_ACTS}:
+            raise AttributeError(name)
+        return _door.name(name)
+
+    def __call__(self, setting: str) -> str:
+        return _door.name(setting)
+
+
+written = _Names()
+
+
+# what helps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What helps against an error. ``str()`` is its place in the message."""
+
+    door: Door = field(default_factory=current, kw_only=True)
+
+
+@dataclass(frozen=True)
+class ChangeSetting(Remedy):
+    """Start again with another value of a setting of the ``InferenceRunner``."""
+
+    name: str
+    value: bool | str = True
+
+    def __str__(self) -> str:
+        if self.door.is_command:
+            return f"add {self._flag} to the command"
+        return f"pass {self.name}={self.value!r} to {self.door.form or 'InferenceRunner'}"
+
+    @property
+    def command(self) -> str:
+        """The whole command; "" where there is none."""
+        if not _words:
+            return ""
+        return f"{shlex.join(_command_of_all())} {self._flag}"
+
+    @property
+    def _flag(self) -> str:
+        value = str(self.value).lower()
+        if self.door.form:
+            return f"--{self.name.replace('_', '-')} {value}"
+        return f"--pipeline.{self.door.runner}.{self.name}={value}"
+
+
+@dataclass(frozen=True)
+class Tasks(Remedy):
+    """Start again with another number of tasks."""
+
+    number: int
+
+    def __str__(self) -> str:
+        if not _words:
+            return f"tasks={self.number}"
+        without = _command_without("tasks")
+        if self.door.form:
+            return f"{without} --tasks {self.number}"
+        return f"{without} --executor.tasks={self.number}"
+
+
+@dataclass(frozen=True)
+class Repair(Remedy):
+    """Repair the checkpoint, and start again.
+
+    Attributes:
+        what: the checkpoints.
+        retry: the start is a retry of dead letters: "now", "later" (once the run is complete), or "" (it is none).
+    """
+
+    what: str
+    logging_dir: str | None = None
+    output: str | None = None
+    retry: str = ""
+
+    def __str__(self) -> str:
+        again = ", then run the same command again"
+        if self.retry == "now":
+            again += f", with {self.door.name('retry_dead_letters')}"
+        elif self.retry == "later":
+            again += f", and with {self.door.name('retry_dead_letters')} when it is done"
+        return f"{repair_command(self.what, logging_dir=self.logging_dir, output=self.output)}{again}"
+
+
+@dataclass(frozen=True)
+class StartOver(Remedy):
+    """Start from the beginning in other folders. Of a run folder, its door says how to move it aside, too.
+
+    Attributes:
+        before, after: the rest of the sentence.
+    """
+
+    before: str = ""
+    after: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.before}another {self.door.name('folders')}{self.after}"
+
+
+def repair_command(*what: str, logging_dir: str | None = None, output: str | None = None) -> str:
+    """The command that repairs a checkpoint, quoted for a shell."""
+    command = ["datatrove-ckpt", "repair", *what]
+    if output is not None:
+        command += ["--output", output]
+    if logging_dir is not None:
+        command += ["--logging-dir", logging_dir]
+    return shlex.join(command)

@@ -43,7 +43,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.formatting import all_are, plural, plural_is
+from datatrove_ckpt.formatting import all_are, plural, plural_is, ranges
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
@@ -61,12 +61,13 @@ from datatrove_ckpt.retrying import code_of_rank
 from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.claims.claims import Claims
+    from datatrove_ckpt.claims.claims import Claimant, Claims
     from datatrove_ckpt.claims.progress import Progress
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
 _REMOTE_CLAIMS_POLL = 15.0
+_WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
@@ -297,16 +298,33 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _folder(self) -> str:
         return str(self.logging_dir.resolve_paths(""))
 
-    def _open_claims(self, runs_all: bool) -> closing[Claims]:
-        """Makes this process known to the others. ``runs_all``: as one that lets nobody else run a rank."""
+    def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
+        """Makes this process known to the others.
+
+        Args:
+            runs_all: as one that lets nobody else run a rank.
+            screen: shows what other processes complete, too.
+        """
         from datatrove_ckpt.claims.claims import Claims, new_owner
         from datatrove_ckpt.claims.stores import open_store
+        from datatrove_ckpt.generation.final_stats import finished_documents
 
         owner = new_owner(runs_all)
         store = open_store(f"{self._folder.rstrip('/')}/claims", owner, self.logging_dir.fs.storage_options)
         apart = copy(self)
         apart.logging_dir = _own_listings(self.logging_dir)
-        incomplete = partial(apart.get_incomplete_ranks, range(self.world_size), True)
+        before = set(self.get_incomplete_ranks(range(self.world_size)))
+
+        def incomplete() -> list[int]:
+            left = apart.get_incomplete_ranks(range(self.world_size), True)
+            if screen is not None:
+                for rank in sorted(before.difference(left)):
+                    before.remove(rank)
+                    if not screen.progress.is_complete(rank):
+                        stats = stats_of_complete(apart.logging_dir, [rank])
+                        screen.progress.complete(rank, finished_documents(stats.stats))
+            return left
+
         alone = self._most_at_once == 1
         attempts = self.max_rank_attempts
         return closing(Claims(store, owner, incomplete, self._reached, attempts, alone, self._is_worker))
@@ -333,7 +351,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             try:
                 claims = stack.enter_context(self._open_claims(runs_all=True))
                 claims.clear()
-                workers = claims.workers()
+                workers = [other.process for other in claims.others()]
             except (OSError, CkptError) as error:
                 logger.warning(f"Whether workers have tasks of this job cannot be seen: {error}. Start none beside it.")
             if not workers:
@@ -352,24 +370,26 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             GivenUp: some ranks were given up.
             CheckpointLocked: this is a worker, and there is a process that runs all ranks.
         """
-        with self._open_claims(runs_all=False) as claims:
+        with self._open_claims(runs_all=False, screen=screen) as claims:
             worker = copy(self)
             worker.workers = 1
             worker._claims = claims
-            is_waiting = False
+            line_at = 0.0
             while left := set(self.get_incomplete_ranks(ranks)) - claims.done - claims.given_up().keys():
                 free, are_left = claims.free()
                 if free:
                     worker._run_all(free, screen, done, may_overlap=not are_left)
-                elif self._is_worker:
+                    line_at = 0.0
+                    continue
+                if self._is_worker:
                     break
-                elif not is_waiting:
-                    others = ", ".join(claims.workers()) or "other processes"
-                    logger.info(f"{plural_is(len(left), 'task')} run by {others}. Waiting for them.")
-                is_waiting = not free
-                if is_waiting:
-                    time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
-            runs = claims.runs()
+                if time.monotonic() >= line_at:
+                    logger.info(_waiting_for(left, claims.others()))
+                    line_at = time.monotonic() + _WAITING_LINE
+                if screen is not None:
+                    screen.tick()
+                time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
+            runs = [other.process for other in claims.others() if other.runs_all]
             if left and self._is_worker and runs:
                 raise _runs_all(runs)
             locked = left & claims.locked
@@ -649,6 +669,19 @@ def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
         f"{len(causes)} of {tasks} tasks are not complete, because they were given up:{named}\nCorrect the cause, and "
         "run the job again (without --worker) to resume."
     )
+
+
+def _waiting_for(left: set[int], others: Sequence[Claimant]) -> str:
+    unclaimed = set(left)
+    parts = []
+    for other in others:
+        claimed = left.intersection(other.ranks)
+        if claimed:
+            parts.append(f"{ranges(claimed)} by {other.process}")
+            unclaimed -= claimed
+    if unclaimed:
+        parts.append(f"{ranges(unclaimed)} by processes without claims")
+    return f"Waiting for {plural(len(left), 'task')} of other processes: {'; '.join(parts)}."
 
 
 def _runs_all(processes: Sequence[str]) -> CheckpointLocked:

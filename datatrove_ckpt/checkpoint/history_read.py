@@ -41,8 +41,7 @@ class AttemptSummary:
         why: "done", "stopped", "error", or "" if there is no end line.
         what: what stopped it, or the error.
         without_a_word: it ended, and no line says so.
-        in_flight: requests in flight at its last line; None: it was killed before its first
-            line about that.
+        in_flight: requests in flight at its last line; None: it was killed before that one.
         own: the documents that it finished until its last line.
     """
 

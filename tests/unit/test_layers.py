@@ -36,7 +36,7 @@ ROOMS = {
     "generation": "errors formatting redaction config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "redaction process generation",
-    "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
+    "maintenance": "errors formatting redaction retrying config checkpoint mirror claims output",
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
     "executor": "errors formatting redaction retrying process checkpoint mirror claims inference.servers generation"

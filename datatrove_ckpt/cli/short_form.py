@@ -57,6 +57,7 @@ _SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffi
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 READERS = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
 _MOST_TASKS = 100
+_LEAST_BYTES = 1 << 22  # of a task on this machine: a chunk or two, by far longer than the start of a task takes
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ShortJob:
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
         endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
             its CPU.
-        tasks: None: 1 here, and elsewhere one for each input file, up to 100.
+        tasks: None: one for each input file, up to 100; here fewer where files are tiny.
         slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu}``.
         kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on one of its volumes.
         jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is a URL, such as
@@ -197,8 +198,14 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     job: ShortJob = construct(ShortJob, own, source)
     _check_place(job, content, source)
     url, root = "://" in job.run_folder, Path(job.run_folder).expanduser()
-    tasks = job.tasks if job.tasks is not None else tasks_of(root / "checkpoints") or (None if job.is_elsewhere else 1)
-    reader, files = _reader(job.input, source, tasks is None, only_look)
+    tasks = job.tasks
+    if tasks is None:
+        tasks = tasks_of(root / "checkpoints") or None
+    reader, files = _reader(job.input, source, tasks is None and job.is_elsewhere, only_look)
+    if tasks is None and job.is_elsewhere:
+        tasks = min(files, _MOST_TASKS)
+    elif tasks is None:
+        tasks = 1 if only_look else _tasks_here(reader["init_args"])
     rollout, config, answer = _rollout(job, source), _server(job, content, source), Node()
     runner: Node = {"rollout_fn": rollout, "config": config}
     places = [(reader, name) for name in ([reader["class_path"]] if reader["class_path"] else READERS)]
@@ -233,7 +240,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
         "checkpoints_local_dir": "checkpoints" if url else below("checkpoints"),
         "records_per_chunk": runner.get("records_per_chunk", 1000),
     }
-    executor = {"tasks": min(files, _MOST_TASKS) if tasks is None else tasks, "logging_dir": below("logs")}
+    executor = {"tasks": tasks, "logging_dir": below("logs")}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
     section = {} if job.kubernetes is None else {"kubernetes": own["kubernetes"]}
     return {"executor": _executor(job, root, executor), **section}
@@ -505,6 +512,23 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
         raise ConfigError(f"{source}: input: {given} holds {problem}. {advice}.")
     node = _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*")
     return node, len(names) - len(others)
+
+
+def _tasks_here(reader: Node) -> int:
+    """How many tasks a new run gets on this machine: 1 if no files can be listed. The checks before a start say why."""
+    if "glob_pattern" not in reader:
+        return 1
+    from datatrove.io import get_datafolder  # slow to import
+
+    folder = reader["data_folder"]
+    try:
+        names = get_datafolder(folder).list_files(glob_pattern=reader["glob_pattern"])
+        most = min(len(names), _MOST_TASKS)
+        if "://" not in folder:
+            most = min(most, sum(Path(folder, name).stat().st_size for name in names) // _LEAST_BYTES)
+    except Exception:  # botocore's errors have no common base
+        return 1
+    return max(1, most)
 
 
 def _suffix(name: str) -> str:

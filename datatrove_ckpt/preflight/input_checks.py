@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +43,8 @@ _TRIED_FILES = 3
 # Files of a list whose size is asked for, each with a request; the others count as large as these on average.
 _MEASURED_FILES = 10_000
 _THREADS = 16
+_LARGE_BYTES = 1 << 30  # a file that several machines could share
+_PARTS = 20
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,8 @@ def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, 
     idle = shares.count(0) if shares else max(0, tasks - len(names))
     if idle:
         return Finding("warning", "shares", _say_idle(text, bytes_read, len(names), tasks, idle))
+    if sizes is not None and tasks == len(names) == 1 and sizes[0] > _LARGE_BYTES:
+        text += f". Other machines could help if there were more files: {_how_to_split(names[0], sizes[0], _PARTS)}"
     if tasks == 1 or sizes is None or not shares:
         return Finding("ok", "shares", f"{text}.")
     largest = max(shares)
@@ -222,12 +228,21 @@ def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, 
         return Finding("ok", "shares", f"{text}; the largest task {share}.")
     rank = shares.index(largest)
     size, name = max(zip(sizes[rank::tasks], names[rank::tasks], strict=True))
+    parts = math.ceil(size * tasks / sum(sizes))
     text = (
         f"one task {share}: task {rank} ({text}). With {workers} tasks at once, the run takes about {longer:.2g} times "
-        f"as long as with equal tasks. Split {name!r} ({byte_size(size)}) into files of about "
-        f"{byte_size(sum(sizes) / tasks)}. Do it before the first start."
+        f"as long as with equal tasks. Before the first start, {_how_to_split(name, size, parts)}."
     )
     return Finding("warning", "shares", text)
+
+
+def _how_to_split(name: str, size: int, parts: int) -> str:
+    text = f"split {name!r} ({byte_size(size)}) into {plural(parts, 'file')} of about {byte_size(size / parts)}"
+    stem, _, suffix = name.rpartition(".")
+    if suffix not in ("jsonl", "json", "ndjson"):
+        return text
+    command = shlex.join(["split", "-d", "-n", f"l/{parts}", f"--additional-suffix=.{suffix}", name, f"{stem}-"])
+    return f"{text} ({command}), and move {name!r} away"
 
 
 def _say_idle(text: str, sizes: Sequence[int], files: int, tasks: int, idle: int) -> str:

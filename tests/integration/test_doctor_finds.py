@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.preflight import doctor, input_checks
-from datatrove_ckpt.preflight.input_checks import check_workers
+from datatrove_ckpt.preflight.input_checks import check_shares, check_workers
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
@@ -111,6 +111,18 @@ def write_input(**sizes: int) -> None:
         Path(f"documents/{name}.jsonl").write_text(row)
 
 
+def test_one_large_file_stays_one_task_and_how_to_split_it_is_said() -> None:
+    said = check_shares(["a b.jsonl"], [50 << 30], 1, 1)
+    assert said.state == "ok"
+    assert said.message == (
+        "1 file for 1 task. Other machines could help if there were more files: split 'a b.jsonl' (50 GB) into 20 "
+        "files of about 2.5 GB (split -d -n l/20 --additional-suffix=.jsonl 'a b.jsonl' 'a b-'), and move 'a b.jsonl' "
+        "away."
+    )
+    said = check_shares(["a.parquet"], [50 << 30], 1, 1)
+    assert said.message.endswith("split 'a.parquet' (50 GB) into 20 files of about 2.5 GB.")
+
+
 @pytest.mark.slow
 def test_one_task_that_holds_most_of_the_input(found: Doctor) -> None:
     write_input(a=1000, b=1000, big=6000, c=1000, d=1000)
@@ -119,8 +131,8 @@ def test_one_task_that_holds_most_of_the_input(found: Doctor) -> None:
     assert state == "warning"
     assert text == (
         "one task holds 60 % of the bytes: task 2 (5 files for 5 tasks). With 5 tasks at once, the run takes about 3 "
-        "times as long as with equal tasks. Split 'big.jsonl' (5.9 kB) into files of about 1.9 kB. Do it before the "
-        "first start."
+        "times as long as with equal tasks. Before the first start, split 'big.jsonl' (5.9 kB) into 4 files of about "
+        "1.5 kB (split -d -n l/4 --additional-suffix=.jsonl big.jsonl big-), and move 'big.jsonl' away."
     )
     # Nobody waits for it where tasks run in turn, nor where a task reads as much of every file.
     share = "5 files for 5 tasks; the largest task holds 60 % of the bytes."

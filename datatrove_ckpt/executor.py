@@ -49,7 +49,7 @@ from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
-from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.task_errors import own_error, task_of_many
@@ -327,7 +327,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         alone = self._most_at_once == 1
         attempts = self.max_rank_attempts
-        return closing(Claims(store, owner, incomplete, self._reached, attempts, alone, self._is_worker))
+        drains = (step.drain_seconds for step in self.pipeline if isinstance(step, InferenceRunner))
+        has_time = partial(has_time_for, max(drains, default=0.0))
+        reached = self._reached
+        return closing(Claims(store, owner, incomplete, reached, attempts, alone, has_time, self._is_worker))
 
     def _reached(self, rank: int) -> Progress:
         from datatrove_ckpt.claims.progress import local_progress, mirrored_progress
@@ -377,6 +380,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             line_at = 0.0
             while left := set(self.get_incomplete_ranks(ranks)) - claims.done - claims.given_up().keys():
                 free, are_left = claims.free()
+                if free and not claims.has_time:
+                    self._end_before_time_limit()
                 if free:
                     worker._run_all(free, screen, done, may_overlap=not are_left)
                     line_at = 0.0
@@ -403,6 +408,18 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 raise given_up_error(given_up, self.world_size)
             if not self._is_worker:
                 claims.clear()
+
+    def _end_before_time_limit(self) -> None:
+        """
+        Raises:
+            Preempted: no task that is free would end in time.
+            BaseException: of a handler of signals, which requeues the job.
+        """
+        logger.info(
+            "Tasks are free, but would hardly end before the job's time limit: this process takes none of them."
+        )
+        with Preemption([], 0.0) as preemption:
+            preemption.stop_for_time_limit()
 
     def _run_all(self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True) -> None:
         overlap = may_overlap and self._most_at_once > 1 and len(ranks) > self.workers

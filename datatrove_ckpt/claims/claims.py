@@ -142,6 +142,7 @@ class Claims:
         reached: measures a rank's progress.
         max_attempts: after so many attempts without progress a rank is given up.
         alone: this process runs one rank at a time.
+        has_time: whether a rank that takes so many seconds can end before this process must.
         is_worker: take ranks in any order, so that not all workers try the same one; and try again what another launch
             gave up.
     """
@@ -154,6 +155,7 @@ class Claims:
         reached: Callable[[int], Progress],
         max_attempts: int,
         alone: bool,
+        has_time: Callable[[float], bool],
         is_worker: bool,
     ) -> None:
         self._store = store
@@ -164,6 +166,9 @@ class Claims:
         self._reached = reached
         self._max_attempts = max_attempts
         self._alone = alone
+        self._has_time = has_time
+        self._took: list[float] = []  # seconds, of the ranks in ``done``
+        self._taken_at: dict[int, float] = {}
         self._is_worker = is_worker
         self._given_up = f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         self._held: dict[int, tuple[Mark, Record]] = {}
@@ -179,7 +184,11 @@ class Claims:
             return self._free(self._store.look())
 
     def next(self) -> int | None:
-        """Takes a rank. None: no rank is free now, or that cannot be seen: other ranks of this process go on."""
+        """Takes a rank. None: no rank is free now, or that cannot be seen: other ranks of this process go on. Or the
+        time of this process ends too soon.
+        """
+        if not self.has_time:
+            return None
         with self._guard, _hint():
             look = self._store.look()
             free = self._free(look).ranks
@@ -190,10 +199,16 @@ class Claims:
                     return rank
         return None
 
+    @property
+    def has_time(self) -> bool:
+        """Whether a rank that takes as long as the completed ones can end in time."""
+        return self._has_time(sum(self._took) / max(1, len(self._took)))
+
     def complete(self, rank: int) -> None:
         """The rank is marked as complete, and needs no claim any more."""
         with self._guard, _hint():
             self.done.add(rank)
+            self._took.append(time.monotonic() - self._taken_at[rank])
             mark, _ = self._held.pop(rank)
             if self._is_current(mark):
                 self._store.remove(mark)
@@ -297,6 +312,7 @@ class Claims:
         if not self._put(mine, record, look):
             return False
         self._held[rank] = mine, record
+        self._taken_at[rank] = time.monotonic()
         return True
 
     def _is_given_up(self, mark: Mark) -> bool:

@@ -76,7 +76,7 @@ class ShortJob:
         endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
             its CPU.
         tasks: None: one for each input file, up to 100; here fewer where files are tiny.
-        slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu}``.
+        slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu, workers: 40}``.
         kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on one of its volumes.
         jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is a URL, such as
             ``hf://buckets/ORG/NAME/summaries``.

@@ -42,7 +42,7 @@ from datatrove_ckpt.preflight.checks import (
     tried,
     within,
 )
-from datatrove_ckpt.preflight.input_checks import Sample, check_input, check_inputs_unchanged, check_workers
+from datatrove_ckpt.preflight.input_checks import Sample, check_input, check_inputs_unchanged
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
 from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -91,7 +91,6 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
             if any((one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output") for one in found):
                 unreachable.append(index)
             yield from found
-    yield from about("job", check_workers(plan))
     yield from about("job", _check_earlier(executor, plan, unreachable))
 
 

@@ -188,21 +188,6 @@ def grown(name: str, size: int) -> int:
     return size * (GROWTH if name.endswith(COMPRESSED) else 1)
 
 
-def check_workers(plan: RunPlan) -> list[Finding]:
-    """Whether ``tasks_per_job`` leaves workers without a task."""
-    tasks, workers, per_job, elements = plan.tasks, plan.workers, plan.tasks_per_job, plan.elements
-    if per_job == 1:
-        return []
-    text = f"{plural(tasks, 'task')} in {plural(elements, 'array element')} of up to {per_job}"
-    busy = min(tasks, workers)
-    if elements >= busy:
-        return [Finding("ok", "workers", f"{text}.")]
-    text = (
-        f"{text}: only {elements} of {workers} workers have work. Set tasks_per_job to {tasks // busy}, or add tasks."
-    )
-    return [Finding("warning", "workers", text)]
-
-
 def check_shares(names: Sequence[str], sizes: Sequence[int] | None, tasks: int, workers: int) -> Finding:
     """Whether each task has input, and no task has so much that the others wait for it.
 

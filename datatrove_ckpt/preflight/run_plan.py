@@ -5,7 +5,6 @@ Which tasks are marked as complete changes while they run, so that alone is aske
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,7 +79,6 @@ class RunPlan:
         local_ranks: those that this executor runs; the others belong to executors on other machines.
         is_local: the tasks run on this machine.
         as_jobs: they run as Hugging Face Jobs, on disks that nobody else sees.
-        tasks_per_job: more than 1: tasks of one element of a job array, which run in turn.
         workers: the limit for tasks that run at once; -1: none.
         depends: the job that comes first.
         waits: another job has yet to create the input.
@@ -94,7 +92,6 @@ class RunPlan:
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
         self.is_local = isinstance(executor, LocalPipelineExecutor)
         self.as_jobs = isinstance(executor, JobsPipelineExecutor)
-        self.tasks_per_job: int = getattr(executor, "tasks_per_job", 1)
         self.workers: int = getattr(executor, "workers", -1)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
@@ -127,14 +124,9 @@ class RunPlan:
         return any(runner.step.retry_dead_letters for runner in self.runners)
 
     @property
-    def elements(self) -> int:
-        """Pieces of work for the workers: tasks, or elements of a job array."""
-        return math.ceil(self.tasks / self.tasks_per_job)
-
-    @property
     def at_once(self) -> int:
         """How many tasks run at once, at most."""
-        return min(self.elements, self.workers) if self.workers > 0 else self.elements
+        return min(self.tasks, self.workers) if self.workers > 0 else self.tasks
 
     def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""

@@ -7,15 +7,13 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from datatrove_ckpt.preflight import doctor, input_checks
-from datatrove_ckpt.preflight.input_checks import check_shares, check_workers
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.preflight.input_checks import check_shares
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
@@ -156,25 +154,6 @@ def test_tasks_without_input(found: Doctor) -> None:
         "2 of 4 tasks have no input: 4 files for 4 tasks, of which 2 are empty. Move the empty files away, and set "
         "tasks to 2.",
     )
-
-
-@pytest.mark.parametrize(
-    ("tasks", "workers", "per_job", "state", "text"),
-    [
-        (100, 20, 5, "ok", "100 tasks in 20 array elements of up to 5."),
-        (3, 20, 1, None, ""),
-        (100, 20, 10, "warning", "only 10 of 20 workers have work. Set tasks_per_job to 5, or add tasks."),
-    ],
-)
-def test_tasks_per_job_that_leaves_workers_without_work(
-    tasks: int, workers: int, per_job: int, state: str | None, text: str
-) -> None:
-    executor = SimpleNamespace(world_size=tasks, workers=workers, tasks_per_job=per_job, pipeline=[], logging_dir=None)
-    plan = RunPlan(executor)
-    checks = check_workers(plan)
-    assert [check.state for check in checks] == ([state] if state else [])
-    assert all(check.message.endswith(text) for check in checks)
-    assert plan.at_once <= -(-tasks // per_job)
 
 
 @pytest.mark.matrix

@@ -180,7 +180,7 @@ async def rollout(document, generate):
 """
 
 
-def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
+def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks_all(
     cluster: Cluster,
     tmp_path: Path,
     server: FakeServer,
@@ -198,7 +198,7 @@ def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
     arguments = [
         str(ROOT / "configs/slurm.yaml"),
         "--executor.tasks=2",
-        "--executor.tasks_per_job=1",
+        "--executor.workers=2",
         "--executor.partition=low",
         "--executor.cpus_per_task=1",
         f"--pipeline.1.config={{{endpoint}, max_concurrent_generations: {IN_FLIGHT}}}",
@@ -206,20 +206,25 @@ def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
     ]
     said = cluster.command("bash", str(ROOT / "slurm/launch.sh"), *arguments)
     assert "#SBATCH --gpus=1\n" in said
-    job.id = submitted(said, "2 of 2")
+    job.id, last = submitted(said, "2 workers for 2 of 2")
     job.until_held()
-    assert main(["run", *arguments]) == 2
-    assert f"job {job.id} of this run is still in the queue" in capsys.readouterr().err
+    assert main(["run", *arguments]) == 0
+    more, early = submitted(capsys.readouterr().out, "2 workers for 2 of 2")
+    until(lambda: cluster.show("job", early)["JobState"] == "FAILED", 240, job.describe)
+    said = (tmp_path / f"slurm_run/logs/slurm/{early}.out").read_text()
+    assert "2 tasks are not complete: 0-1. Workers of another submission go on: pid " in said
+    assert {cluster.show("job", f"{more}_{index}")["JobState"] for index in range(2)} == {"COMPLETED"}
+    assert job.asked() == HELD + 2 * IN_FLIGHT, "they took no task that others had"
 
     worker, watch = job.worker(), Stopwatch()
     worker.send(signal.SIGKILL)
     seconds = watch.until_gone(worker)
     server.release()
     job.until_ended("FAILED", "COMPLETED")
-    assert [job.is_complete(rank) for rank in range(2)] == [False, True]
-    assert main(["run", *arguments]) == 0
-    job.id = submitted(capsys.readouterr().out, "1 of 2")
-    job.until_ended(indices=1)
+    assert [job.state(index) for index in range(2)] == ["FAILED", "COMPLETED"]
+    assert [job.is_complete(rank) for rank in range(2)] == [True, True]
+    until(lambda: cluster.show("job", last)["JobState"] == "COMPLETED", 240, job.describe)
+    assert (tmp_path / "slurm_run/logs/stats.json").exists()
     assert main(["run", *arguments]) == 0
     assert "Nothing was submitted: all 2 tasks are complete." in capsys.readouterr().out
 
@@ -227,13 +232,13 @@ def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
     written = [json.loads(line)["id"] for path in files for line in gzip.decompress(path.read_bytes()).splitlines()]
     assert written == [f"{task} {number}" for task in range(2) for number in range(DOCUMENTS)]
     with capsys.disabled():
-        job.say("configs/slurm.yaml, kill -9, run again", 3, seconds, "no", at_most=IN_FLIGHT)
+        job.say("configs/slurm.yaml, kill -9 of a worker", 3, seconds, "no", at_most=IN_FLIGHT)
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
 
-def submitted(said: str, tasks: str) -> str:
-    """The job's number, from the closing line."""
-    found = re.search(rf"Submitted job (\d+) for {tasks} tasks", said)
+def submitted(said: str, what: str) -> tuple[str, str]:
+    """The numbers of the array and of the last job, from the closing line."""
+    found = re.search(rf"Submitted job (\d+): {what} tasks.* Job (\d+) checks", said)
     assert found, said
-    return found[1]
+    return found[1], found[2]

@@ -55,6 +55,7 @@ class Job:
         self.complete: list[int] = []
         self.fences: dict[int, Process] = {}
         self.progress: dict[int, Progress] = {}
+        self.has_time: Callable[[float], bool] = lambda seconds: True
 
     def incomplete(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank not in self.complete]
@@ -79,7 +80,9 @@ class Process:
         self.ranks: list[int] = []
         self.is_stopped = False
         reached = lambda rank: job.progress.get(rank, (0, 0, 0))  # noqa: E731
-        self.claims = Claims(self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, is_worker=False)
+        self.claims = Claims(
+            self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, job.has_time, is_worker=False
+        )
         made.append(self)
 
     def take(self) -> int | None:

@@ -389,7 +389,8 @@ def test_a_run_that_has_begun_keeps_its_tasks_though_files_come(capfd: pytest.Ca
 def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()
-    found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu"})
+    found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu", "workers": 40})
+    assert found["workers"] == 40
     assert (found["class_path"], found["tasks"], found["partition"]) == ("SlurmPipelineExecutor", 4, "gpu")
     assert (found["time"], found.get("gpus_per_task")) == ("1:00:00", None)
     assert main(["run", "job.yaml", "--dry-run"]) == 0

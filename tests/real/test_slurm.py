@@ -68,8 +68,9 @@ def preempt(cluster: Cluster) -> None:
     cluster.command("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
 
 
-def test_preemption(job: Job, cluster: Cluster) -> None:
-    job.submit()
+@pytest.mark.parametrize("pulls", [True, False])
+def test_preemption(job: Job, cluster: Cluster, pulls: bool) -> None:
+    job.submit(pulls)
     job.until_held()
     worker, watch = job.worker(), Stopwatch()
     preempt(cluster)
@@ -78,7 +79,7 @@ def test_preemption(job: Job, cluster: Cluster) -> None:
     seconds = watch.until_gone(worker)
     assert not job.is_complete()
     job.until_ended()
-    job.check("preemption, no grace time", 2, seconds, "no")
+    job.check(f"preemption, no grace time{', a worker' * pulls}", 2, seconds, "no")
 
 
 @pytest.mark.full
@@ -86,7 +87,7 @@ def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     def play(name: str, cause: str, **settings: Any) -> tuple[Job, float]:
         with counting_server() as server:
             job = Job(cluster, tmp_path / name, server)
-            job.submit(**settings)
+            job.submit(name == "silent", **settings)
             job.until_held()
             worker = job.worker()
             job.until_logged(f"{cause}: {IN_FLIGHT} requests in flight")

@@ -354,7 +354,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             try:
                 claims = stack.enter_context(self._open_claims(runs_all=True))
                 claims.clear()
-                workers = [other.process for other in claims.others()]
+                workers = [other.process for other in claims.workers()]
             except (OSError, CkptError) as error:
                 logger.warning(f"Whether workers have tasks of this job cannot be seen: {error}. Start none beside it.")
             if not workers:

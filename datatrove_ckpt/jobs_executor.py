@@ -354,7 +354,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     alive[job.id] = job
             free, at_work, given_up = self._asked(
                 "The claims of tasks cannot be listed",
-                lambda: (len(claims.free().ranks), len(claims.others()), claims.given_up()),
+                lambda: (len(claims.free().ranks), len(claims.workers()), claims.given_up()),
             )
             left = set(self._left(range(self.tasks))) - given_up.keys()
             if not left and not alive:

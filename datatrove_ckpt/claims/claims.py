@@ -243,6 +243,10 @@ class Claims:
         with self._guard:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
 
+    def workers(self) -> list[Claimant]:
+        """The same without those that run all ranks."""
+        return [other for other in self.others() if not other.runs_all]
+
     def clear(self) -> None:
         """Removes what no living process owns: ranks that are given up may be taken again."""
         with self._guard:

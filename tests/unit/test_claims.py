@@ -547,6 +547,7 @@ def test_beside_a_process_that_runs_all_ranks_a_worker_takes_none(job: Job, tmp_
     run = Process(job, runs_all=True)
     assert first.claims.next() is None
     assert [other.runs_all for other in first.claims.others()] == [True]
+    assert first.claims.workers() == []
     run.claims.close()
     assert first.take() == 1
 

@@ -1,6 +1,6 @@
 """Crash-proof LLM inference for datatrove: each document is processed exactly once, and no answer is paid for twice.
 
-``InferenceRunner``, ``InferenceConfig`` and the two executors replace datatrove's. ``InferenceResult``,
+``InferenceRunner``, ``InferenceConfig`` and the three executors replace datatrove's. ``InferenceResult``,
 ``InferenceError`` and ``ServerError`` are datatrove's own, so that a script changes one import line only:
 ``datatrove_ckpt``, or ``datatrove_ckpt.run_inference``, for ``datatrove.pipeline.inference.run_inference``.
 ``datatrove_ckpt.checkpoint`` explains recovery on one page, ``datatrove_ckpt.errors`` the errors.
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
     from datatrove_ckpt.rollouts import Ranked as Ranked
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
+    from datatrove_ckpt.slurm_executor import SlurmPipelineExecutor as SlurmPipelineExecutor
 
 _TYPES = "datatrove.pipeline.inference.types"
 _MODULES = {
@@ -49,6 +50,7 @@ _MODULES = {
     "Ranked": f"{__name__}.rollouts",
     "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
+    "SlurmPipelineExecutor": f"{__name__}.slurm_executor",
     "run": "datatrove_ckpt.cli.short_form",
     **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.checkpoint.interval"),
     "doctor": f"{__name__}.preflight.doctor",

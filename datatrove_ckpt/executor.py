@@ -44,13 +44,13 @@ from datatrove_ckpt.errors import (
     WorkerDied,
 )
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import all_are, plural, plural_is
+from datatrove_ckpt.formatting import all_are, plural, plural_is, ranges
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
-from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.task_errors import own_error, task_of_many
@@ -62,12 +62,13 @@ from datatrove_ckpt.retrying import code_of_rank
 from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.claims.claims import Claims
+    from datatrove_ckpt.claims.claims import Claimant, Claims
     from datatrove_ckpt.claims.progress import Progress
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
 _REMOTE_CLAIMS_POLL = 15.0
+_WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
 _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
@@ -298,19 +299,39 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _folder(self) -> str:
         return str(self.logging_dir.resolve_paths(""))
 
-    def _open_claims(self, runs_all: bool) -> closing[Claims]:
-        """Makes this process known to the others. ``runs_all``: as one that lets nobody else run a rank."""
+    def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
+        """Makes this process known to the others.
+
+        Args:
+            runs_all: as one that lets nobody else run a rank.
+            screen: shows what other processes complete, too.
+        """
         from datatrove_ckpt.claims.claims import Claims, new_owner
         from datatrove_ckpt.claims.stores import open_store
+        from datatrove_ckpt.generation.final_stats import finished_documents
 
         owner = new_owner(runs_all)
         store = open_store(f"{self._folder.rstrip('/')}/claims", owner, self.logging_dir.fs.storage_options)
         apart = copy(self)
         apart.logging_dir = _own_listings(self.logging_dir)
-        incomplete = partial(apart.get_incomplete_ranks, range(self.world_size), True)
+        before = set(self.get_incomplete_ranks(range(self.world_size)))
+
+        def incomplete() -> list[int]:
+            left = apart.get_incomplete_ranks(range(self.world_size), True)
+            if screen is not None:
+                for rank in sorted(before.difference(left)):
+                    before.remove(rank)
+                    if not screen.progress.is_complete(rank):
+                        stats = stats_of_complete(apart.logging_dir, [rank])
+                        screen.progress.complete(rank, finished_documents(stats.stats))
+            return left
+
         alone = self._most_at_once == 1
         attempts = self.max_rank_attempts
-        return closing(Claims(store, owner, incomplete, self._reached, attempts, alone, self._is_worker))
+        drains = (step.drain_seconds for step in self.pipeline if isinstance(step, InferenceRunner))
+        has_time = partial(has_time_for, max(drains, default=0.0))
+        reached = self._reached
+        return closing(Claims(store, owner, incomplete, reached, attempts, alone, has_time, self._is_worker))
 
     def _reached(self, rank: int) -> Progress:
         from datatrove_ckpt.claims.progress import local_progress, mirrored_progress
@@ -334,7 +355,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             try:
                 claims = stack.enter_context(self._open_claims(runs_all=True))
                 claims.clear()
-                workers = claims.workers()
+                workers = [other.process for other in claims.workers()]
             except (OSError, CkptError) as error:
                 logger.warning(f"Whether workers have tasks of this job cannot be seen: {error}. Start none beside it.")
             if not workers:
@@ -353,24 +374,28 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             GivenUp: some ranks were given up.
             CheckpointLocked: this is a worker, and there is a process that runs all ranks.
         """
-        with self._open_claims(runs_all=False) as claims:
+        with self._open_claims(runs_all=False, screen=screen) as claims:
             worker = copy(self)
             worker.workers = 1
             worker._claims = claims
-            is_waiting = False
+            line_at = 0.0
             while left := set(self.get_incomplete_ranks(ranks)) - claims.done - claims.given_up().keys():
                 free, are_left = claims.free()
+                if free and not claims.has_time:
+                    self._end_before_time_limit()
                 if free:
                     worker._run_all(free, screen, done, may_overlap=not are_left)
-                elif self._is_worker:
+                    line_at = 0.0
+                    continue
+                if self._is_worker:
                     break
-                elif not is_waiting:
-                    others = ", ".join(claims.workers()) or "other processes"
-                    logger.info(f"{plural_is(len(left), 'task')} run by {others}. Waiting for them.")
-                is_waiting = not free
-                if is_waiting:
-                    time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
-            runs = claims.runs()
+                if time.monotonic() >= line_at:
+                    logger.info(_waiting_for(left, claims.others()))
+                    line_at = time.monotonic() + _WAITING_LINE
+                if screen is not None:
+                    screen.tick()
+                time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
+            runs = [other.process for other in claims.others() if other.runs_all]
             if left and self._is_worker and runs:
                 raise _runs_all(runs)
             locked = left & claims.locked
@@ -384,6 +409,18 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 raise given_up_error(given_up, self.world_size)
             if not self._is_worker:
                 claims.clear()
+
+    def _end_before_time_limit(self) -> None:
+        """
+        Raises:
+            Preempted: no task that is free would end in time.
+            BaseException: of a handler of signals, which requeues the job.
+        """
+        logger.info(
+            "Tasks are free, but would hardly end before the job's time limit: this process takes none of them."
+        )
+        with Preemption([], 0.0) as preemption:
+            preemption.stop_for_time_limit()
 
     def _run_all(self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True) -> None:
         overlap = may_overlap and self._most_at_once > 1 and len(ranks) > self.workers
@@ -650,6 +687,19 @@ def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
         f"{len(causes)} of {tasks} tasks are not complete, because they were given up:{named}\nCorrect the cause, and "
         f"run the job again ({written.as_run}) to resume."
     )
+
+
+def _waiting_for(left: set[int], others: Sequence[Claimant]) -> str:
+    unclaimed = set(left)
+    parts = []
+    for other in others:
+        claimed = left.intersection(other.ranks)
+        if claimed:
+            parts.append(f"{ranges(claimed)} by {other.process}")
+            unclaimed -= claimed
+    if unclaimed:
+        parts.append(f"{ranges(unclaimed)} by processes without claims")
+    return f"Waiting for {plural(len(left), 'task')} of other processes: {'; '.join(parts)}."
 
 
 def _runs_all(processes: Sequence[str]) -> CheckpointLocked:

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Submits a pipeline to Slurm. Run it again to submit the tasks that are not complete:
+# Submits a pipeline to Slurm. Run it again to add workers:
 #
 #     slurm/launch.sh configs/slurm.yaml [--executor.tasks=500 --pipeline.1.config.tp=2 ...]
 #
 # Copy this file and configs/slurm.yaml into a folder on storage that every node sees, adapt both (partition, time, GPUs,
-# model), and run it there, on a login node. It shows the sbatch script, submits a job array, and returns.
+# model), and run it there, on a login node. It shows the sbatch script, submits a job array of workers
+# and a last job that checks the run, and returns.
 #
 # WHAT HAPPENS TO AN ARRAY ELEMENT. In every case all answers are kept, a task is marked complete only when all its
-# documents are in the output, and the output ends as that of an uninterrupted run. With tasks_per_job, an element runs
-# several tasks in turn; where it resumes, it skips those that are finished.
+# documents are in the output, and the output ends as that of an uninterrupted run. An element takes tasks until none is
+# free; tasks of an element that has ended are free for the others.
 #
 #   event                             signal                         then
 #   time limit                        USR1, by sbatch_args.signal,   saves, requeues itself, resumes in the next attempt
@@ -16,8 +17,8 @@
 #   scontrol requeue                  TERM, KILL after KillWait      saves, resumes in the next attempt
 #   preemption                        TERM, KILL after KillWait      saves, resumes in the next attempt
 #   preemption with a grace time      TERM                           saves, requeues itself, resumes in the next attempt
-#   scancel                           TERM, KILL after KillWait      saves, ends; run this script again to resume
-#   kill -9, out of memory            none                           ends; run this script again to resume
+#   scancel                           TERM, KILL after KillWait      saves, ends; the others, or this script again, resume
+#   kill -9, out of memory            none                           ends; the others, or this script again, resume
 #   node lost                         none                           resumes on another node; see "two at once"
 #
 # "Saves" takes up to drain_seconds (20) for requests in flight. Slurm's KillWait is 30 s unless your cluster has another
@@ -25,7 +26,7 @@
 # python is up, any of these signals ends the task as failed: run this script again.
 #
 # Slurm requeues a task only if PreemptMode of your partition is REQUEUE (scontrol show partition) and the job has
-# requeue: true. Slurm never requeues a job that failed: run this script again when the array has ended.
+# requeue: true. Slurm never requeues a job that failed: run this script again, it adds workers.
 #
 # WHERE TO PUT THINGS. logging_dir, output and input: shared storage, or s3://. Checkpoints: a requeued task starts on any
 # node, so either shared storage, too (NFS 4, or Lustre mounted with flock), or the node's own NVMe together with

@@ -41,7 +41,7 @@ class AttemptSummary:
         why: "done", "stopped", "error", or "" if there is no end line.
         what: what stopped it, or the error.
         without_a_word: it ended, and no line says so.
-        in_flight: requests in flight at its last line.
+        in_flight: requests in flight at its last line; None: it was killed before that one.
         own: the documents that it finished until its last line.
     """
 
@@ -56,7 +56,7 @@ class AttemptSummary:
     slurm_job: str | None = None
     version: str = ""
     without_a_word: bool = False
-    in_flight: int = 0
+    in_flight: int | None = None
     own: int = 0
 
     def take(self, record: Record) -> None:
@@ -72,6 +72,7 @@ class AttemptSummary:
             self.ended = record.at
             self.why = record.why
             self.what = record.what
+            self.in_flight = self.in_flight or 0  # an attempt that could write its end had none
         elif isinstance(record, Progress):
             self.in_flight = record.in_flight
             self.own = record.own.documents

@@ -202,7 +202,7 @@ class RankLedger:
             files=self.sums.files,
             unfinished_chunks=len(self.open_chunks),
             exact=self.journals is not None or self.has_said_its_end,
-            lost_in_flight=sum(attempt.in_flight for attempt in killed),
+            lost_in_flight=sum(attempt.in_flight or 0 for attempt in killed),
             number_of_attempts=len(attempts) or self.owners,  # an earlier release wrote no history
             killed=len(killed),
             seconds=self.sums.seconds,

@@ -68,6 +68,15 @@ class Look(NamedTuple):
         return found
 
 
+class Claimant(NamedTuple):
+    """A process and its ranks. ``process``: process id and host. ``runs_all``: beside it, no worker takes ranks."""
+
+    process: str
+    ranks: list[int]
+    is_alive: bool
+    runs_all: bool
+
+
 class Free(NamedTuple):
     """The ranks that a process may take. ``are_left``: by dead processes, so that each is run alone."""
 
@@ -75,28 +84,31 @@ class Free(NamedTuple):
     are_left: bool
 
 
-class ClaimStore(Protocol):
-    """Where marks and beats lie.
+class ClaimReader(Protocol):
+    """Where marks and beats lie, for a process that only reads them."""
 
+    def look(self) -> Look: ...
+
+    def read(self, mark: Mark) -> bytes: ...
+
+    def name(self, owner: str) -> str:
+        """Process id and host of an owner."""
+
+
+class ClaimStore(ClaimReader, Protocol):
+    """
     Attributes:
         beat_seconds: between two beats. An owner without a beat for five times as long is dead.
     """
 
     beat_seconds: float
 
-    def look(self) -> Look: ...
-
     def put(self, mark: Mark, content: bytes) -> bool:
         """Writes a mark. Returns False if another process has written a mark of this number first."""
-
-    def read(self, mark: Mark) -> bytes: ...
 
     def remove(self, mark: Mark) -> None: ...
 
     def beat(self) -> None: ...
-
-    def name(self, owner: str) -> str:
-        """Process id and host of an owner."""
 
     def forget(self, owner: str) -> None:
         """Removes an owner's beat."""
@@ -126,10 +138,11 @@ class Claims:
 
     Args:
         owner: names this process in ``store``.
-        incomplete: lists the ranks that are not complete.
+        incomplete: lists the ranks that are not complete. Called at each look, and after each beat in a thread.
         reached: measures a rank's progress.
         max_attempts: after so many attempts without progress a rank is given up.
         alone: this process runs one rank at a time.
+        has_time: whether a rank that takes so many seconds can end before this process must.
         is_worker: take ranks in any order, so that not all workers try the same one; and try again what another launch
             gave up.
     """
@@ -142,6 +155,7 @@ class Claims:
         reached: Callable[[int], Progress],
         max_attempts: int,
         alone: bool,
+        has_time: Callable[[float], bool],
         is_worker: bool,
     ) -> None:
         self._store = store
@@ -152,6 +166,9 @@ class Claims:
         self._reached = reached
         self._max_attempts = max_attempts
         self._alone = alone
+        self._has_time = has_time
+        self._took: list[float] = []  # seconds, of the ranks in ``done``
+        self._taken_at: dict[int, float] = {}
         self._is_worker = is_worker
         self._given_up = f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         self._held: dict[int, tuple[Mark, Record]] = {}
@@ -167,7 +184,11 @@ class Claims:
             return self._free(self._store.look())
 
     def next(self) -> int | None:
-        """Takes a rank. None: no rank is free now, or that cannot be seen: other ranks of this process go on."""
+        """Takes a rank. None: no rank is free now, or that cannot be seen: other ranks of this process go on. Or the
+        time of this process ends too soon.
+        """
+        if not self.has_time:
+            return None
         with self._guard, _hint():
             look = self._store.look()
             free = self._free(look).ranks
@@ -178,10 +199,16 @@ class Claims:
                     return rank
         return None
 
+    @property
+    def has_time(self) -> bool:
+        """Whether a rank that takes as long as the completed ones can end in time."""
+        return self._has_time(sum(self._took) / max(1, len(self._took)))
+
     def complete(self, rank: int) -> None:
         """The rank is marked as complete, and needs no claim any more."""
         with self._guard, _hint():
             self.done.add(rank)
+            self._took.append(time.monotonic() - self._taken_at[rank])
             mark, _ = self._held.pop(rank)
             if self._is_current(mark):
                 self._store.remove(mark)
@@ -209,20 +236,16 @@ class Claims:
         """The ranks that are given up, each with its cause."""
         with self._guard:
             marks = self._store.look().current().values()
-            return {mark.rank: self._read(mark).why for mark in marks if self._is_given_up(mark)}
+            return {mark.rank: _record(self._store, mark).why for mark in marks if self._is_given_up(mark)}
 
-    def workers(self) -> list[str]:
-        """The other processes that are alive and take ranks, by process id and host."""
-        return self._named(of_runs=False)
-
-    def runs(self) -> list[str]:
-        """The same of those that run all ranks."""
-        return self._named(of_runs=True)
-
-    def _named(self, of_runs: bool) -> list[str]:
+    def others(self) -> list[Claimant]:
+        """The other processes that are alive."""
         with self._guard:
-            others = sorted(self._store.look().alive - {self._owner})
-            return [self._store.name(owner) for owner in others if is_run(owner) == of_runs]
+            return [other for other in claimants(self._store, self._owner) if other.is_alive]
+
+    def workers(self) -> list[Claimant]:
+        """The same without those that run all ranks."""
+        return [other for other in self.others() if not other.runs_all]
 
     def clear(self) -> None:
         """Removes what no living process owns: ranks that are given up may be taken again."""
@@ -277,7 +300,7 @@ class Claims:
             if self._is_given_up(mark) or (mark.owner in look.alive and not is_mine):
                 return False
             if not mark.owner.startswith(GIVEN_UP):
-                record = self._read(mark)
+                record = _record(self._store, mark)
             is_left = is_process(mark.owner) and not is_mine
             number = mark.number + 1
         if is_left and self._held:
@@ -293,6 +316,7 @@ class Claims:
         if not self._put(mine, record, look):
             return False
         self._held[rank] = mine, record
+        self._taken_at[rank] = time.monotonic()
         return True
 
     def _is_given_up(self, mark: Mark) -> bool:
@@ -324,13 +348,6 @@ class Claims:
                 self._store.remove(old)
         return True
 
-    def _read(self, mark: Mark) -> Record:
-        try:
-            content = orjson.loads(self._store.read(mark))
-            return Record(content["tries"], tuple(content["reached"]), content["why"], content["alone"])
-        except (orjson.JSONDecodeError, KeyError, TypeError):  # gone, or cut off by a power loss
-            return Record()
-
     def _counted(self, rank: int, record: Record) -> Record:
         """After one more attempt."""
         try:
@@ -347,6 +364,7 @@ class Claims:
         while not self._closed.wait(self._store.beat_seconds):
             try:
                 self._beat_once()
+                self._look_for_others()
             except (OSError, CkptError) as error:
                 logger.warning(f"The beat of this process's claims failed: {error}. Other workers may take its tasks.")
 
@@ -354,6 +372,12 @@ class Claims:
         with self._guard:
             if not self._closed.is_set():  # while it waited for the guard
                 self._store.beat()
+
+    def _look_for_others(self) -> None:
+        """Shows what other processes have completed, also while this one takes no rank for a long time."""
+        with self._guard:
+            if not self._closed.is_set():
+                self._incomplete()
 
 
 @contextmanager
@@ -363,6 +387,33 @@ def _hint() -> Iterator[None]:
         yield
     except (OSError, CkptError) as error:
         logger.warning(f"A claim could not be changed: {error}. Other processes may take the task later.")
+
+
+def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
+    """All processes that are alive, or have left ranks. ``without``: this owner."""
+    look = store.look()
+    ranks: dict[str, list[int]] = {owner: [] for owner in sorted(look.alive)}
+    for rank, mark in sorted(look.current().items()):
+        if is_process(mark.owner):
+            ranks.setdefault(mark.owner, []).append(rank)
+    ranks.pop(without, None)
+    return [
+        Claimant(store.name(owner), claimed, owner in look.alive, is_run(owner)) for owner, claimed in ranks.items()
+    ]
+
+
+def given_up(store: ClaimReader) -> dict[int, str]:
+    """The ranks that any launch has given up, each with its cause."""
+    marks = store.look().current().values()
+    return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(GIVEN_UP)}
+
+
+def _record(store: ClaimReader, mark: Mark) -> Record:
+    try:
+        content = orjson.loads(store.read(mark))
+        return Record(content["tries"], tuple(content["reached"]), content["why"], content["alone"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):  # gone, or cut off by a power loss
+        return Record()
 
 
 def is_process(owner: str) -> bool:

@@ -25,7 +25,7 @@ import orjson
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.claims.claims import FREE, ClaimStore, Look, Mark, has_ended, is_process
+from datatrove_ckpt.claims.claims import FREE, ClaimReader, ClaimStore, Look, Mark, has_ended, is_process
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.retrying import STORAGE
 
@@ -52,16 +52,20 @@ def open_store(url: str, owner: str, options: Mapping[str, Any]) -> ClaimStore:
     return ObjectClaims(url, owner, _HUB_SETTLES if protocol == "hf" else _SETTLES, options)
 
 
-class DiskClaims:
+def open_reader(url: str) -> ClaimReader:
+    """The claims in a folder, for a process that has none. Changes nothing."""
+    if get_protocol(url) in ("file", "local"):
+        return DiskReader(Path(url))
+    return ObjectClaims(url, "", _SETTLES)
+
+
+class DiskReader:
     """Claims in a folder of a disk, or of a network file system."""
 
     beat_seconds = 30.0
 
-    def __init__(self, folder: Path, owner: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._owner = owner
-        files.disk.make_dirs(folder / _WORKERS)
-        self._own = files.Lock(folder / _WORKERS / owner)
 
     def look(self) -> Look:
         marks: list[Mark] = []
@@ -69,9 +73,55 @@ class DiskClaims:
             name = _NAME.fullmatch(path.name)
             if name is not None:
                 marks.append(Mark(int(name[1]), int(name[2]), self._owner_in(path)))
-        workers = {path.name: path for path in (self._folder / _WORKERS).iterdir() if _OWNER.fullmatch(path.name)}
+        workers = {path.name: path for path in (self._folder / _WORKERS).glob("*") if _OWNER.fullmatch(path.name)}
         alive = {name for name, path in workers.items() if self._is_alive(path)}
         return Look(marks, alive, workers.keys() - alive)
+
+    def read(self, mark: Mark) -> bytes:
+        return orjson.dumps(_parsed(self._path(mark))[1])
+
+    def name(self, owner: str) -> str:
+        try:
+            return _named((self._folder / _WORKERS / owner).read_bytes())
+        except FileNotFoundError:
+            return _named(b"")
+
+    def _path(self, mark: Mark) -> Path:
+        return self._folder / f"{mark.rank:05d}-{mark.number:06d}"
+
+    def _owner_in(self, path: Path) -> str:
+        return str(_parsed(path)[0])
+
+    def _is_alive(self, path: Path) -> bool:
+        if files.lock_holder(path) is not None:
+            return True
+        now = self._now()
+        if now is None:
+            return True
+        try:
+            changed = path.stat().st_mtime
+            holder = orjson.loads(path.read_bytes())
+        except (FileNotFoundError, orjson.JSONDecodeError):
+            return False
+        if holder["host"] == socket.gethostname() and self._has_ended(path.name):
+            return False
+        return now - changed < _BEATS * self.beat_seconds
+
+    def _now(self) -> float | None:
+        """The time by the clock that has stamped the beats. None: it is not known until the next beat."""
+        return time.time()
+
+    def _has_ended(self, owner: str) -> bool:
+        """Whether a process of this host that holds no lock has ended."""
+        return has_ended(owner)
+
+
+class DiskClaims(DiskReader):
+    def __init__(self, folder: Path, owner: str) -> None:
+        super().__init__(folder)
+        self._owner = owner
+        files.disk.make_dirs(folder / _WORKERS)
+        self._own = files.Lock(folder / _WORKERS / owner)
 
     def put(self, mark: Mark, content: bytes) -> bool:
         new = self._folder / f"{self._owner}.new"
@@ -85,9 +135,6 @@ class DiskClaims:
         files.disk.remove(new)
         return is_ours
 
-    def read(self, mark: Mark) -> bytes:
-        return orjson.dumps(_parsed(self._path(mark))[1])
-
     def remove(self, mark: Mark) -> None:
         files.disk.remove(self._path(mark))
 
@@ -98,39 +145,23 @@ class DiskClaims:
             removed.release()
         os.utime(self._own.path)  # a file server sets the time of its own clock
 
-    def name(self, owner: str) -> str:
-        try:
-            return _named((self._folder / _WORKERS / owner).read_bytes())
-        except FileNotFoundError:
-            return _named(b"")
-
     def forget(self, owner: str) -> None:
         files.disk.remove(self._folder / _WORKERS / owner)
 
     def close(self) -> None:
         self._own.release(remove=True)
 
-    def _path(self, mark: Mark) -> Path:
-        return self._folder / f"{mark.rank:05d}-{mark.number:06d}"
-
-    def _owner_in(self, path: Path) -> str:
-        return str(_parsed(path)[0])
-
     def _is_alive(self, path: Path) -> bool:
-        if path.name == self._owner or files.lock_holder(path) is not None:
-            return True
+        return path.name == self._owner or super()._is_alive(path)
+
+    def _now(self) -> float | None:
         try:
-            now = self._own.path.stat().st_mtime
-        except FileNotFoundError:  # another process took this one for dead: nothing is known until the next beat
-            return True
-        try:
-            changed = path.stat().st_mtime
-            holder = orjson.loads(path.read_bytes())
-        except (FileNotFoundError, orjson.JSONDecodeError):
-            return False
-        if self._own.works and holder["host"] == socket.gethostname():
-            return False
-        return now - changed < _BEATS * self.beat_seconds
+            return self._own.path.stat().st_mtime
+        except FileNotFoundError:  # another process took this one for dead
+            return None
+
+    def _has_ended(self, owner: str) -> bool:
+        return self._own.works
 
 
 def _parsed(path: Path) -> tuple[str, dict[str, object]]:
@@ -152,6 +183,7 @@ class ObjectClaims:
     """Claims below a URL.
 
     Args:
+        owner: names this process; empty: it only reads.
         settle_seconds: after this, a listing shows what every process had written before.
         options: of the file system.
     """
@@ -162,7 +194,8 @@ class ObjectClaims:
         self._store = ObjectStore(url, apart=True, options=options)
         self._owner = owner
         self._settle_seconds = settle_seconds
-        self.beat()
+        if owner:
+            self.beat()
 
     def look(self) -> Look:
         return _POLICY.run(self._look, "The claims of tasks cannot be listed")
@@ -204,10 +237,14 @@ class ObjectClaims:
         marks = [Mark(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
         owned = [mark for mark in marks if is_process(mark.owner)]
         signs = [*beats.items(), *((mark.owner, written[_object_name(mark)]) for mark in owned)]
-        now = beats.get(self._owner, 0.0)
+        now = time.time()
+        if self._owner:
+            now = beats.get(self._owner, 0.0)
         dead_seconds = _BEATS * self.beat_seconds
         # Of a store that keeps no times, the difference is no number: then everybody is alive.
-        alive = {owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)} | {self._owner}
+        alive = {owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)}
+        if self._owner:
+            alive.add(self._owner)
         return Look(marks, alive, beats.keys() - alive)
 
 

@@ -56,6 +56,7 @@ _SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffi
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 READERS = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
 _MOST_TASKS = 100
+_LEAST_BYTES = 1 << 22  # of a task on this machine: a chunk or two, by far longer than the start of a task takes
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class ShortJob:
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
         endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
             its CPU.
-        tasks: None: 1 here, and elsewhere one for each input file, up to 100.
-        slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu}``.
+        tasks: None: one for each input file, up to 100; here fewer where files are tiny.
+        slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu, workers: 40}``.
         kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on one of its volumes.
         jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is a URL, such as
             ``hf://buckets/ORG/NAME/summaries``.
@@ -195,9 +196,13 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     tasks = job.tasks
     if tasks is None:
         tasks = tasks_of(root / "checkpoints") or None
-    if tasks is None and not job.is_elsewhere:
+    reader, files = _reader(job.input, source, tasks is None and job.is_elsewhere, only_look)
+    if tasks is None and job.is_elsewhere:
+        tasks = min(files, _MOST_TASKS)
+    elif tasks is None and only_look:
         tasks = 1
-    reader, files = _reader(job.input, source, tasks is None, only_look)
+    elif tasks is None:
+        tasks = _tasks_here(reader["init_args"])
     rollout = _rollout(job, source)
     config = _server(job, content, source)
     answer = Node()
@@ -237,7 +242,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
         "checkpoints_local_dir": "checkpoints" if url else below("checkpoints"),
         "records_per_chunk": runner.get("records_per_chunk", 1000),
     }
-    executor = {"tasks": min(files, _MOST_TASKS) if tasks is None else tasks, "logging_dir": below("logs")}
+    executor = {"tasks": tasks, "logging_dir": below("logs")}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
     if job.kubernetes is None:
         section = {}
@@ -493,6 +498,23 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
 def _looks_like(name: str, suffixes: list[str]) -> bool:
     """Whether a file of another kind may have been meant as one of these: ``b.jsonl.bak``."""
     return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
+
+
+def _tasks_here(reader: Node) -> int:
+    """How many tasks a new run gets on this machine: 1 if no files can be listed. The checks before a start say why."""
+    if "glob_pattern" not in reader:
+        return 1
+    from datatrove.io import get_datafolder  # slow to import
+
+    folder = reader["data_folder"]
+    try:
+        names = get_datafolder(folder).list_files(glob_pattern=reader["glob_pattern"])
+        most = min(len(names), _MOST_TASKS)
+        if "://" not in folder:
+            most = min(most, sum(Path(folder, name).stat().st_size for name in names) // _LEAST_BYTES)
+    except Exception:  # botocore's errors have no common base
+        return 1
+    return max(1, most)
 
 
 def _suffix(name: str) -> str:

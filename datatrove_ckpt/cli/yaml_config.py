@@ -36,11 +36,12 @@ from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 
 _NAMES_BY_MODULE = {
-    "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor JobsPipelineExecutor",
+    "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
+    "JobsPipelineExecutor",
     "datatrove_ckpt.readers": "HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout EmbedRollout "
     "ClassifyRollout chat",
-    "datatrove.executor": "SlurmPipelineExecutor RayPipelineExecutor",
+    "datatrove.executor": "RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader WarcReader",
     "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter ParquetWriter",
     "datatrove.pipeline.filters": "C4BadWordsFilter C4ParagraphFilter C4QualityFilter FastTextClassifierFilter "

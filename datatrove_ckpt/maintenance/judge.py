@@ -97,7 +97,7 @@ def _judge(rank: RankState, recent: History, is_finished: bool, now: float, copi
             rank.as_of = recent.last.at
         attempt.without_a_word = True
         rank.killed += 1
-        rank.lost_in_flight += attempt.in_flight
+        rank.lost_in_flight += attempt.in_flight or 0
         age = duration(max(0.0, now - attempt.last_seen))
         how = f"attempt {attempt.number} was killed, or its node was lost"
         rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")

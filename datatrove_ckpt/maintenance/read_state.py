@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.errors import CheckpointError, CheckpointLocked
+from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, CkptError
 from datatrove_ckpt.maintenance.judge import find_left, find_slow, rank_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.sums import add_up
@@ -88,7 +88,27 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.retried = add_up(state.retries, state.read_at)
     words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
     state.newest = max(words, default=None)
+    with suppress(OSError, CkptError):  # claims are hints, and may be on a store that this machine does not reach
+        _read_claims(state, place)
     return state
+
+
+def _read_claims(state: RunState, place: Place) -> None:
+    folder = place.logging_dir
+    if folder is None and not place.is_copy:
+        folder = str(place.folder.parent / "logs")  # as the short form and the examples have it
+    if folder is None or ("://" not in folder and not Path(folder, "claims").is_dir()):
+        return
+    from datatrove_ckpt.claims.claims import claimants, given_up
+    from datatrove_ckpt.claims.stores import open_reader  # fsspec is slow to import
+
+    store = open_reader(f"{folder.rstrip('/')}/claims")
+    finished = {rank.rank for rank in state.ranks if rank.state == "finished"}
+    for worker in claimants(store):
+        left = [rank for rank in worker.ranks if rank not in finished]
+        if left or worker.is_alive:
+            state.workers.append(worker._replace(ranks=left))
+    state.given_up = given_up(store)
 
 
 def check_idle(place: Place, ranks: list[RankLedger]) -> None:

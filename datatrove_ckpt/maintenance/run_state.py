@@ -23,6 +23,7 @@ from datatrove_ckpt.checkpoint.history_read import AttemptSummary, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Silence, Wait
 from datatrove_ckpt.checkpoint.numbers import RunNumbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.claims.claims import Claimant
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.
@@ -176,6 +177,8 @@ class RunState:
         missing: ranks of the run that have no folder.
         gone: of these, ranks that had committed chunks: their folders were removed.
         foreign: ranks with higher numbers than the run has. They are nowhere counted.
+        workers: the processes that have claimed ranks, or may do so.
+        given_up: ranks that workers try no more, with the causes.
         ranks, retries: in ascending order. Retries of dead letters read documents that ``ranks`` have read before.
     """
 
@@ -189,6 +192,8 @@ class RunState:
     missing: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)
+    workers: list[Claimant] = field(default_factory=list)
+    given_up: dict[int, str] = field(default_factory=dict)
     ranks: list[RankState] = field(default_factory=list)
     retries: list[RankState] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
@@ -259,6 +264,8 @@ def to_json(state: RunState) -> bytes:
         "missing": state.missing,
         "gone": state.gone,
         "foreign": state.foreign,
+        "workers": [worker._asdict() for worker in state.workers],
+        "given_up": {str(rank): cause for rank, cause in state.given_up.items()},
         "totals": state.totals,
         "retried": state.retried,
         "ranks": [*state.ranks, *state.retries],

@@ -11,6 +11,7 @@ from datatrove_ckpt.formatting import duration, figure, percent, plural, ranges,
 from datatrove_ckpt.maintenance.run_state import RunState, State, Totals
 
 _SHOWN_CAUSES = 5
+_SHOWN_WORKERS = 20
 
 
 def topics(state: RunState) -> Iterator[tuple[str, str]]:
@@ -43,12 +44,33 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
     if state.foreign:
         ranks = f"{plural(state.tasks, 'rank')}: {ranges(state.foreign)}"
         yield "foreign", f"folders that do not belong to the run of {ranks}; they are not counted"
+    yield from _workers(state)
     if state.retries:
         retried = state.retried
         text = f"{counted(retried.documents, 'dead letter')} retried, {retried.counts.written:,} of them written"
         if retried.states["running"]:
             text = f"{text}; {plural(retried.states['running'], 'rank')} at work"
         yield "retries", text
+
+
+def _workers(state: RunState) -> Iterator[tuple[str, str]]:
+    topic = "workers"
+    for worker in state.workers[:_SHOWN_WORKERS]:
+        if worker.runs_all:
+            claimed = "all ranks"
+        elif worker.ranks:
+            claimed = f"{plural(len(worker.ranks), 'rank')}: {ranges(worker.ranks)}"
+        else:
+            claimed = "no rank"
+        if not worker.is_alive:
+            claimed = f"gone, and left {claimed}"
+        yield topic, f"{worker.process}: {claimed}"
+        topic = ""
+    others = state.workers[_SHOWN_WORKERS:]
+    if others:
+        yield "", f"{len(others)} more, with {plural(sum(len(worker.ranks) for worker in others), 'rank')}"
+    for rank, cause in sorted(state.given_up.items()):
+        yield "given up", f"rank {rank}: {cause}"
 
 
 def ranks_of(state: RunState) -> str:

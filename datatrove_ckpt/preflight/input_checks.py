@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
@@ -18,7 +19,7 @@ from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folde
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.errors.doors import StartOver, written
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
@@ -95,7 +96,10 @@ def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[li
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
         shares = Finding("ok", "shares", equal)
     else:
-        shares = check_shares(len(names), tasks)
+        size = None
+        if len(names) == 1:
+            size = inputs.size(0)
+        shares = check_shares(names, size, tasks)
     found = [Finding("ok", "readable", text), shares]
     if sample.refused:
         shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
@@ -165,14 +169,33 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     return f"Check {written.input} and text_key."
 
 
-def check_shares(files: int, tasks: int) -> Finding:
-    """Whether each task has input: datatrove deals out whole files, in the order of their names."""
-    text = f"{plural(files, 'file')} for {plural(tasks, 'task')}"
-    if files >= tasks:
-        return Finding("ok", "shares", f"{text}.")
-    idle = f"{tasks - files} of {tasks} tasks have no input: {text}"
-    advice = f"Set tasks to {files}, or split the input into at least {tasks} files."
-    return Finding("warning", "shares", f"{idle}. {advice}")
+_LARGE_BYTES = 1 << 30  # a file that several machines could share
+_PARTS = 20
+
+
+def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
+    """Whether each task has input: datatrove deals out whole files, in the order of their names.
+
+    Args:
+        size: the bytes of the only file.
+    """
+    text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}"
+    idle = tasks - len(names)
+    if idle > 0:
+        advice = f"Set tasks to {len(names)}, or split the input into at least {tasks} files."
+        return Finding("warning", "shares", f"{idle} of {tasks} tasks have no input: {text}. {advice}")
+    if size is not None and size > _LARGE_BYTES:
+        text += f". Other machines could help if there were more files: {_how_to_split(names[0], size)}"
+    return Finding("ok", "shares", f"{text}.")
+
+
+def _how_to_split(name: str, size: int) -> str:
+    text = f"split {name!r} ({byte_size(size)}) into {_PARTS} files of about {byte_size(size / _PARTS)}"
+    stem, _, suffix = name.rpartition(".")
+    if suffix not in ("jsonl", "json", "ndjson"):
+        return text
+    command = shlex.join(["split", "-d", "-n", f"l/{_PARTS}", f"--additional-suffix=.{suffix}", name, f"{stem}-"])
+    return f"{text} ({command}), and move {name!r} away"
 
 
 # Whether finished ranks would read today what they have read.

@@ -5,7 +5,6 @@ Which tasks are marked as complete changes while they run, so that alone is aske
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -93,10 +92,10 @@ class RunPlan:
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
         self.is_local = isinstance(executor, LocalPipelineExecutor)
         self.as_jobs = isinstance(executor, JobsPipelineExecutor)
-        self.at_once: int = math.ceil(self.tasks / getattr(executor, "tasks_per_job", 1))
+        self.at_once: int = self.tasks
         workers = getattr(executor, "workers", -1)
         if workers > 0:
-            self.at_once = min(self.at_once, workers)
+            self.at_once = min(self.tasks, workers)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
         if depends is None:

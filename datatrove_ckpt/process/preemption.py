@@ -411,6 +411,12 @@ _MARGIN_SECONDS = 30.0
 _TIME_LIMIT = "the end of the job's time limit"
 _REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
 
+
+def has_time_for(drain_seconds: float, seconds: float) -> bool:
+    """Whether what takes so long can end before the last drain of this job. The first rank of a process may start."""
+    return not is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
+
+
 Handler = Callable[[int, FrameType | None], object] | int | None
 """What ``signal.getsignal`` returns."""
 
@@ -577,7 +583,7 @@ class Preemption:
         if end is None:
             return
         await asyncio.sleep(stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time())
-        self._stop_for_time_limit()
+        self.stop_for_time_limit()
 
     def check_time_limit(self) -> None:
         """Before a rank starts anything: an earlier rank of this process may have left it no time.
@@ -586,16 +592,17 @@ class Preemption:
             Preempted: the time is up.
         """
         if not self._is_one_of_many and is_time_up(self.shutdown.drain_seconds + _MARGIN_SECONDS):
-            self._stop_for_time_limit()
+            self.stop_for_time_limit()
             logger.warning(f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it.")
             self.shutdown.raise_preempted()
 
     def stop_before(self, end: float | None, reserve: float) -> None:
         """Requests a stop if the job's time, as ``slurm_deadline`` says it, ends within ``reserve`` seconds."""
         if end is not None and time.time() >= stop_time(end, reserve):
-            self._stop_for_time_limit()
+            self.stop_for_time_limit()
 
-    def _stop_for_time_limit(self) -> None:
+    def stop_for_time_limit(self) -> None:
+        """Requests a stop, as the signal does whose handler requeues the job."""
         if not self.shutdown.is_requested:
             # The signal whose old handler requeues the job, as datatrove's Slurm executor has one. Of a worker, the
             # parent decides what follows.

@@ -138,10 +138,15 @@ class RunProgress:
         self._shares[rank] = max(known, share)
         self._gained += self._shares[rank] - known
 
-    def complete(self, rank: int) -> None:
-        """A rank is complete."""
+    def complete(self, rank: int, documents: int = 0) -> None:
+        """A rank is complete. ``documents``: it has so many, and another process has run it, so it reports nothing."""
+        if rank not in self._last and rank not in self._done:
+            self._documents_before += documents
         self._done.add(rank)
         self._gain(rank, 1.0, 0.0)
+
+    def is_complete(self, rank: int) -> bool:
+        return rank in self._done
 
     def sample(self) -> None:
         """Notes the work so far, for the rates. Called once a second or more often."""
@@ -175,8 +180,9 @@ class RunProgress:
         A rank that has not begun is taken to be as large as the average of the others.
         """
         begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
+        complete = self._complete_elsewhere
         if not begun:
-            return self._complete / self.ranks or None
+            return complete / self.ranks or None
         sizes = [one.size or 0 for one in begun.values()]
         if not all(sizes) or len({one.unit for one in begun.values()}) > 1:  # taken for equal
             sizes = [1] * len(sizes)
@@ -189,13 +195,18 @@ class RunProgress:
                 return None
             done += share * size
         mean = sum(sizes) / len(sizes)
-        return min(1.0, (done + self._complete * mean) / (mean * max(self.ranks, self._complete + len(sizes))))
+        return min(1.0, (done + complete * mean) / (mean * max(self.ranks, complete + len(sizes))))
 
     @property
     def is_estimated(self) -> bool:
         """The size of some ranks' inputs is not known yet."""
         begun = sum(progress.has_begun or rank in self._done for rank, progress in self._last.items())
-        return begun < self.ranks - self._complete
+        return begun < self.ranks - self._complete_elsewhere
+
+    @property
+    def _complete_elsewhere(self) -> int:
+        """Ranks that earlier commands or other processes have completed."""
+        return self._complete + len(self._done - self._last.keys())
 
     @property
     def rates(self) -> Rates:

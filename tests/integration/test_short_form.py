@@ -24,6 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor, read_config
 from datatrove_ckpt.cli.system_errors import explain
@@ -316,7 +317,7 @@ NAMED = ["documents/*.jsonl", "documents/a.jsonl", "deep/**/*.parquet", "s3://b/
 
 @pytest.mark.parametrize("given", NAMED)
 def test_what_its_name_tells_is_not_listed(given: str, listings: list[str]) -> None:
-    expanded(input=given)
+    expanded(input=given, tasks=3)
     with FakeServer() as server:
         expanded(input=given, slurm={"partition": "gpu"}, tasks=3, endpoint=server.url)
     assert listings == []
@@ -351,7 +352,7 @@ def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "input": "documents/*.jsonl", "endpoint": server.url}))
         assert main(["run", "job.yaml", "--print-config"]) == 0
         Path("long.yaml").write_text(capsys.readouterr().out.replace("runs/x", "runs/y"))
-        assert 0 < count("job.yaml") == count("long.yaml")
+        assert 0 < count("job.yaml") == count("long.yaml") + 2, "list_files, which calls glob"
         assert 0 < count("job.yaml") == count("long.yaml"), "once it has ended"
 
 
@@ -362,10 +363,39 @@ def test_a_pattern_that_fits_nothing_is_refused_before_anything_starts(capsys: p
     assert not Path("runs").exists()
 
 
+def test_each_file_is_a_task_here_if_that_is_worth_it() -> None:
+    assert expanded()["tasks"] == 1
+    for number in range(3):
+        with Path(f"documents/{number}.jsonl").open("w") as file:
+            file.truncate(short_form._LEAST_BYTES)
+    assert expanded()["tasks"] == expanded(input="documents/*.jsonl")["tasks"] == 3
+    assert expanded(input="documents/0.jsonl")["tasks"] == 1
+    Path("documents/b.jsonl").write_text("")
+    Path("documents/0.jsonl").write_text("")
+    assert expanded()["tasks"] == 2
+    with Path("documents/0.jsonl").open("w") as file:
+        file.truncate(short_form._LEAST_BYTES * 200)
+    assert expanded()["tasks"] == 5
+    for number in range(100):
+        Path(f"documents/more-{number}.jsonl").touch()
+    assert expanded()["tasks"] == 100
+
+
+def test_a_run_that_has_begun_keeps_its_tasks_though_files_come(capfd: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        assert main(["run", "job.yaml"]) == 0
+        for number in range(2):
+            with Path(f"documents/{number}.jsonl").open("w") as file:
+                file.truncate(short_form._LEAST_BYTES)
+        assert expanded(endpoint=server.url)["tasks"] == 1
+
+
 def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()
-    found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu"})
+    found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu", "workers": 40})
+    assert found["workers"] == 40
     assert (found["class_path"], found["tasks"], found["partition"]) == ("SlurmPipelineExecutor", 4, "gpu")
     assert (found["time"], found.get("gpus_per_task")) == ("1:00:00", None)
     assert main(["run", "job.yaml", "--dry-run"]) == 0

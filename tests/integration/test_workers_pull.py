@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from datatrove.io import get_datafolder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.claims import ClaimStore
+from datatrove_ckpt.formatting import plural, ranges
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.conftest import Command
@@ -215,7 +217,9 @@ def test_a_task_whose_document_fails_costs_one_try_and_run_names_it(server: Fake
     ended(worker("--fail-on-dead-letters"))
 
 
-def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up(server: FakeServer) -> None:
+def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up(
+    server: FakeServer, command: Command
+) -> None:
     write(server)
     Path("bad").write_text("fails")
     first = worker()
@@ -227,6 +231,12 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     until(lambda: len(complete()) == TASKS - len(mine | {3}))
     time.sleep(1)
     assert run.poll() is None
+    shown = command("status", "job.yaml").out
+    assert f"  workers    pid {first.pid} on " in shown
+    assert f"{plural(len(mine | {3}), 'rank')}: {ranges(mine | {3})}\n" in shown
+    assert f"pid {run.pid} on {socket.gethostname()}: no rank\n" in shown
+    told = json.loads(command("status", "checkpoints", "--json").out)
+    assert sorted(told["workers"][0]["ranks"] + told["workers"][1]["ranks"]) == sorted(mine | {3})
     Path("logs/claims/00003-000002").write_text(
         json.dumps(
             [
@@ -238,8 +248,10 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     os.kill(first.pid, signal.SIGCONT)
     ended(first, 3)
     text = ended(run, 1)
+    assert f"of other processes: {ranges(mine | {3})} by pid {first.pid} on " in text
     assert f"1 of {TASKS} tasks are not complete, because they were given up" in text
     assert "task 3: DocumentFailed: bad" in text
+    assert "  given up   rank 3: DocumentFailed: bad\n" in command("status", "job.yaml").out
 
 
 def first_owner() -> str:

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from datatrove.executor import SlurmPipelineExecutor
+from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 
+from datatrove_ckpt import SlurmPipelineExecutor
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.kept import until_kept
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, pipeline, undisturbed
@@ -32,14 +33,15 @@ class Job:
         self.id = ""
         write_tasks(folder, tasks, DOCUMENTS)
 
-    def submit(self, **changes: Any) -> None:
-        """Through datatrove, as a user does."""
+    def submit(self, pulls: bool = False, **changes: Any) -> None:
+        """Through datatrove, as a user does. ``pulls``: through our executor, an element for each task."""
         steps = pipeline(self.folder, self.server.url, **changes.pop("runner", {}))
         settings: dict[str, Any] = {"time": "00:10:00", "partition": "low", "qos": "", **changes}
         settings["sbatch_args"] = {"open-mode": "append", **settings.get("sbatch_args", {})}
-        executor = SlurmPipelineExecutor(steps, self.tasks, logging_dir=str(self.folder / "logs"), **settings)
+        kind = SlurmPipelineExecutor if pulls else DatatroveExecutor
+        executor = kind(steps, self.tasks, logging_dir=str(self.folder / "logs"), **settings)
         executor.run()
-        self.id = executor.job_id
+        self.id = executor.array_id if pulls else executor.job_id
 
     def state(self, index: int = 0) -> str:
         return self.cluster.show("job", f"{self.id}_{index}").get("JobState", "")

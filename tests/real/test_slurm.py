@@ -68,8 +68,9 @@ def preempt(cluster: Cluster) -> None:
     cluster.command("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
 
 
-def test_preemption(job: Job, cluster: Cluster) -> None:
-    job.submit()
+@pytest.mark.parametrize("pulls", [True, False])
+def test_preemption(job: Job, cluster: Cluster, pulls: bool) -> None:
+    job.submit(pulls)
     job.until_held()
     worker, watch = job.worker(), Stopwatch()
     preempt(cluster)
@@ -78,7 +79,7 @@ def test_preemption(job: Job, cluster: Cluster) -> None:
     seconds = watch.until_gone(worker)
     assert not job.is_complete()
     job.until_ended()
-    job.check("preemption, no grace time", 2, seconds, "no")
+    job.check(f"preemption, no grace time{', a worker' * pulls}", 2, seconds, "no")
 
 
 @pytest.mark.full
@@ -86,7 +87,7 @@ def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     def play(name: str, cause: str, **settings: Any) -> tuple[Job, float]:
         with counting_server() as server:
             job = Job(cluster, tmp_path / name, server)
-            job.submit(**settings)
+            job.submit(name == "silent", **settings)
             job.until_held()
             worker = job.worker()
             job.until_logged(f"{cause}: {IN_FLIGHT} requests in flight")
@@ -180,7 +181,7 @@ async def rollout(document, generate):
 """
 
 
-def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
+def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks_all(
     cluster: Cluster,
     tmp_path: Path,
     server: FakeServer,
@@ -198,7 +199,7 @@ def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
     arguments = [
         str(ROOT / "configs/slurm.yaml"),
         "--executor.tasks=2",
-        "--executor.tasks_per_job=1",
+        "--executor.workers=2",
         "--executor.partition=low",
         "--executor.cpus_per_task=1",
         f"--pipeline.1.config={{{endpoint}, max_concurrent_generations: {IN_FLIGHT}}}",
@@ -206,20 +207,25 @@ def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
     ]
     said = cluster.command("bash", str(ROOT / "slurm/launch.sh"), *arguments)
     assert "#SBATCH --gpus=1\n" in said
-    job.id = submitted(said, "2 of 2")
+    job.id, last = submitted(said, "2 workers for 2 of 2")
     job.until_held()
-    assert main(["run", *arguments]) == 2
-    assert f"job {job.id} of this run is still in the queue" in capsys.readouterr().err
+    assert main(["run", *arguments]) == 0
+    more, early = submitted(capsys.readouterr().out, "2 workers for 2 of 2")
+    until(lambda: cluster.show("job", early)["JobState"] == "FAILED", 240, job.describe)
+    said = (tmp_path / f"slurm_run/logs/slurm/{early}.out").read_text()
+    assert "2 tasks are not complete: 0-1. Workers of another submission go on: pid " in said
+    assert {cluster.show("job", f"{more}_{index}")["JobState"] for index in range(2)} == {"COMPLETED"}
+    assert job.asked() == HELD + 2 * IN_FLIGHT, "they took no task that others had"
 
     worker, watch = job.worker(), Stopwatch()
     worker.send(signal.SIGKILL)
     seconds = watch.until_gone(worker)
     server.release()
     job.until_ended("FAILED", "COMPLETED")
-    assert [job.is_complete(rank) for rank in range(2)] == [False, True]
-    assert main(["run", *arguments]) == 0
-    job.id = submitted(capsys.readouterr().out, "1 of 2")
-    job.until_ended(indices=1)
+    assert [job.state(index) for index in range(2)] == ["FAILED", "COMPLETED"]
+    assert [job.is_complete(rank) for rank in range(2)] == [True, True]
+    until(lambda: cluster.show("job", last)["JobState"] == "COMPLETED", 240, job.describe)
+    assert (tmp_path / "slurm_run/logs/stats.json").exists()
     assert main(["run", *arguments]) == 0
     assert "Nothing was submitted: all 2 tasks are complete." in capsys.readouterr().out
 
@@ -227,13 +233,13 @@ def test_the_config_that_users_copy_is_submitted_until_nothing_is_left(
     written = [json.loads(line)["id"] for path in files for line in gzip.decompress(path.read_bytes()).splitlines()]
     assert written == [f"{task} {number}" for task in range(2) for number in range(DOCUMENTS)]
     with capsys.disabled():
-        job.say("configs/slurm.yaml, kill -9, run again", 3, seconds, "no", at_most=IN_FLIGHT)
+        job.say("configs/slurm.yaml, kill -9 of a worker", 3, seconds, "no", at_most=IN_FLIGHT)
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
 
-def submitted(said: str, tasks: str) -> str:
-    """The job's number, from the closing line."""
-    found = re.search(rf"Submitted job (\d+) for {tasks} tasks", said)
+def submitted(said: str, what: str) -> tuple[str, str]:
+    """The numbers of the array and of the last job, from the closing line."""
+    found = re.search(rf"Submitted job (\d+): {what} tasks.* Job (\d+) checks", said)
     assert found, said
-    return found[1]
+    return found[1], found[2]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,9 +21,19 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.claims import LAUNCH, Claims, ClaimStore, Look, Mark, new_owner
+from datatrove_ckpt.claims.claims import (
+    LAUNCH,
+    ClaimReader,
+    Claims,
+    ClaimStore,
+    Look,
+    Mark,
+    claimants,
+    given_up,
+    new_owner,
+)
 from datatrove_ckpt.claims.progress import Progress
-from datatrove_ckpt.claims.stores import DiskClaims, ObjectClaims
+from datatrove_ckpt.claims.stores import DiskClaims, ObjectClaims, open_reader
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 
 RANKS, MANY_RANKS = 4, 100
@@ -43,6 +55,7 @@ class Job:
         self.complete: list[int] = []
         self.fences: dict[int, Process] = {}
         self.progress: dict[int, Progress] = {}
+        self.has_time: Callable[[float], bool] = lambda seconds: True
 
     def incomplete(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank not in self.complete]
@@ -67,7 +80,9 @@ class Process:
         self.ranks: list[int] = []
         self.is_stopped = False
         reached = lambda rank: job.progress.get(rank, (0, 0, 0))  # noqa: E731
-        self.claims = Claims(self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, is_worker=False)
+        self.claims = Claims(
+            self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, job.has_time, is_worker=False
+        )
         made.append(self)
 
     def take(self) -> int | None:
@@ -283,7 +298,7 @@ def test_what_else_lies_among_the_workers_is_passed_over(job: Job, tmp_path: Pat
     process = Process(job)
     (tmp_path / "claims" / "workers").mkdir(parents=True, exist_ok=True)
     (tmp_path / "claims" / "workers" / "README").write_text("of a person")
-    assert process.claims.workers() == []
+    assert process.claims.others() == []
     assert process.take() == 0
     process.claims.clear()
     assert (tmp_path / "claims" / "workers" / "README").exists()
@@ -300,11 +315,40 @@ def test_ranks_that_a_dead_process_left_are_told_apart(job: Job, tmp_path: Path)
     assert process.claims.free() == ([0, 1], True)
 
 
+def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(job: Job, tmp_path: Path) -> None:
+    first, second, gone = Process(job), Process(job), Process(job)
+    assert [first.take(), first.take(), gone.take(), second.take()] == [0, 1, 2, 3]
+    second.claims.failed(3, "no memory", for_good=True)
+    gone.die()
+    grow_old(tmp_path, 1000.0)
+    for process in (first, second):
+        process.store.beat()
+    before = sorted(tmp_path.rglob("*"))
+    reader: ClaimReader = ObjectClaims(f"file://{tmp_path}/claims", "", 0.0)
+    if isinstance(first.store, DiskClaims):
+        reader = open_reader(str(tmp_path / "claims"))
+    at_work = [claimant for claimant in claimants(reader) if claimant.is_alive]
+    assert sorted(claimant.ranks for claimant in at_work) == [[], [0, 1]]
+    assert {claimant.process for claimant in at_work} == {f"pid {os.getpid()} on {socket.gethostname()}"}
+    assert [claimant.ranks for claimant in claimants(reader) if not claimant.is_alive] == [[2]]
+    assert given_up(reader) == {3: "no memory"}
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_after_a_beat_what_others_have_completed_is_seen(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: SimpleQueue[int] = SimpleQueue()
+    monkeypatch.setattr(job, "incomplete", lambda: looks.put(1) or [])
+    for store in (DiskClaims, ObjectClaims):
+        monkeypatch.setattr(store, "beat_seconds", 0.01)
+    Process(job)
+    assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
+
+
 def test_no_beat_comes_after_the_end(job: Job, tmp_path: Path) -> None:
     process = Process(job, runs_all=True)
     process.claims.close()
     process.claims._beat_once()
-    assert Process(job).claims.runs() == []
+    assert Process(job).claims.others() == []
     assert not (tmp_path / "claims" / "workers" / process.owner).exists()
 
 
@@ -502,7 +546,7 @@ def test_beside_a_process_that_runs_all_ranks_a_worker_takes_none(job: Job, tmp_
     assert first.take() == 0
     run = Process(job, runs_all=True)
     assert first.claims.next() is None
-    assert len(first.claims.runs()) == 1
+    assert [other.runs_all for other in first.claims.others()] == [True]
     assert first.claims.workers() == []
     run.claims.close()
     assert first.take() == 1

@@ -36,14 +36,15 @@ ROOMS = {
     "generation": "errors formatting redaction config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "redaction process generation",
-    "maintenance": "errors formatting redaction retrying config checkpoint mirror output",
+    "maintenance": "errors formatting redaction retrying config checkpoint mirror claims output",
     "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
     " output readers generation runner",
     "executor": "errors formatting redaction retrying process checkpoint mirror claims inference.servers generation"
     " runner preflight",
     "jobs_executor": "errors formatting redaction retrying config process mirror claims runner preflight executor",
+    "slurm_executor": "errors formatting redaction retrying process claims preflight executor",
     "cli": "errors formatting redaction retrying config process checkpoint maintenance claims preflight"
-    " executor jobs_executor",
+    " executor jobs_executor slurm_executor",
     "testing": "checkpoint mirror",
 }
 
@@ -126,7 +127,7 @@ def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_
 
 def test_the_public_names_are_there_and_no_others() -> None:
     ours = {"CkptError", "InferenceConfig", "InferenceRunner", "LocalPipelineExecutor", "MonitoringConfig"}
-    ours |= {"Classification", "JobsPipelineExecutor", "Ranked"}
+    ours |= {"Classification", "JobsPipelineExecutor", "Ranked", "SlurmPipelineExecutor"}
     assert set(datatrove_ckpt.__all__) == ours | {
         "InferenceError",
         "InferenceResult",

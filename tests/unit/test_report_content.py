@@ -132,6 +132,14 @@ def test_what_happened_is_put_on_one_axis(found: Page) -> None:
     assert table(found, "Dead letters").rows == dead
 
 
+def test_what_a_rank_sent_before_its_first_line_about_that_is_not_known(tmp_path: Path) -> None:
+    killed = rank(tmp_path, 0)
+    killed.state = "lost"
+    (killed.folder / HISTORY).write_bytes(Start(at=T, attempt=1, host="n1", pid=7).to_line())
+    (row,) = table(gather(run([killed])), "Attempts that ended early").rows
+    assert row[-1] == "not known"
+
+
 def test_ranks_without_history_are_told_and_keep_their_sums(tmp_path: Path) -> None:
     ranks = [rank(tmp_path, number) for number in range(3)]
     (ranks[1].folder / HISTORY).unlink()

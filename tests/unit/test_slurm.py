@@ -1,8 +1,7 @@
-"""Submitting to Slurm, where there is none: a fake sbatch and squeue. The real one is in tests/real/test_slurm.py."""
+"""Submitting to Slurm, where there is none: a fake sbatch. The real one is in tests/real/test_slurm.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -17,7 +16,6 @@ from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
-from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load
@@ -37,24 +35,19 @@ pathlib.Path("submitted", str(number)).write_text(" ".join(sys.argv[1:-1]) + os.
     + pathlib.Path(sys.argv[-1]).read_text())
 print(f"Submitted batch job {{number}}")
 """
-SQUEUE = """#!/bin/sh
-[ -e "queued/$3" ] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
-cat "queued/$3"
-"""
 
 
 @pytest.fixture
 def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with documents, on a machine that has sbatch and squeue."""
+    """A folder with documents, on a machine that has sbatch."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    for folder in ("bin", "submitted", "queued", "documents"):
+    for folder in ("bin", "submitted", "documents"):
         Path(folder).mkdir()
-    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE)):
-        Path("bin", name).write_text(text)
-        Path("bin", name).chmod(0o755)
+    Path("bin/sbatch").write_text(SBATCH)
+    Path("bin/sbatch").chmod(0o755)
     Path("documents/a.jsonl").write_text('{"text": "Rain falls.", "id": "rain"}\n')
     return tmp_path
 
@@ -96,10 +89,10 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
 ) -> None:
     Path("bin/sbatch").unlink()
     before = sorted(login_node.rglob("*"))
-    assert run("--dry-run", "--executor.tasks=30", "--executor.tasks_per_job=4") == 0
+    assert run("--dry-run", "--executor.tasks=30") == 0
     printed = scripted(capsys.readouterr().out)
     script = directives(printed)
-    assert script["array"] == "0-7%20"
+    assert script["array"] == "0-19"
     assert script["output"] == "slurm_run/logs/slurm/%A_%a.out"
     assert (script["signal"], script["open-mode"], script["requeue"]) == ("USR1@180", "append", "")
     assert f"\nsrun -l -n 1 launch_pickled_pipeline {login_node}/slurm_run/logs/executor.pik\n" in printed
@@ -108,31 +101,36 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
 
 @pytest.mark.slow
 def test_what_is_submitted_is_what_the_dry_run_printed(login_node: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ["--executor.nodes_per_task=2", "--executor.srun_args={mpi: none}", "--executor.max_array_size=40"]
-    changes += ["--executor.tasks=100", "--executor.tasks_per_job=1"]
+    changes = ["--executor.nodes_per_task=2", "--executor.srun_args={mpi: none}", "--executor.tasks=50"]
     assert run("--dry-run", *changes) == 0
     printed = scripted(capsys.readouterr().out)
     assert run(*changes) == 0
     submitted = [path.read_text().partition("\n")[2] for path in Path("submitted").glob("7")]
     assert [text.strip() for text in submitted] == [printed.strip()]
-    # Three arrays of at most 40 tasks, and datatrove's merge of statistics.
-    assert len(list(Path("submitted").iterdir())) == 4
+    assert directives(printed)["array"] == "0-16", "of two nodes, each has three tasks in turn"
+    assert len(list(Path("submitted").iterdir())) == 2
 
 
 def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--executor.tasks=100", "--executor.tasks_per_job=1") == 0
+    assert run("--executor.tasks=100") == 0
     said = capsys.readouterr().out
-    assert said.startswith("Submitted job 7 for 100 of 100 tasks. ")
+    assert said.startswith("Submitted job 7: 20 workers for 100 of 100 tasks. ")
     for part in (
         f"Logs: {login_node}/slurm_run/logs/slurm and {login_node}/slurm_run/logs/logs.",
         f"squeue -j 7; datatrove-ckpt status {CONFIG} ",
-        "Job 8 merges statistics after it; if a task fails, end it: scancel 8. When job 7 has ended, ",
-        f"the same command submits the tasks that are not complete: datatrove-ckpt run {CONFIG} ",
+        "Job 8 checks the run after it: COMPLETED means that every document is there. ",
+        f"To add workers, now or later: datatrove-ckpt run {CONFIG} ",
     ):
         assert part in said
     assert Path("submitted/7").read_text().startswith(f"--export=ALL,RUN_OFFSET=0{login_node}:elsewhere\n")
+    last = Path("submitted/8").read_text()
+    script = directives(last)
+    assert script["dependency"] == "afterany:7"
+    assert script["cpus-per-task"] == "1"
+    assert not {"array", "gpus"} & script.keys()
+    assert "\nDATATROVE_CKPT_LAST_JOB=1 launch_pickled_pipeline " in last
 
 
 @pytest.mark.slow
@@ -157,33 +155,16 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark_as_finished(3, tasks=5)
-    assert run("--executor.tasks=5", "--executor.tasks_per_job=1") == 0
-    assert "for 2 of 5 tasks. " in capsys.readouterr().out
-    assert directives(Path("submitted/7").read_text())["array"] == "0-1%20"
-    assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == [3, 4]
+    assert run("--executor.tasks=5") == 0
+    assert "2 workers for 2 of 5 tasks. " in capsys.readouterr().out
+    assert directives(Path("submitted/7").read_text())["array"] == "0-1"
+    assert run("--executor.tasks=5", "--executor.workers=1") == 0, "while the first ones are in the queue"
+    assert "Submitted job 9: 1 worker for 2 of 5 tasks. " in capsys.readouterr().out
     mark_as_finished(3, tasks=3)
     assert run("--executor.tasks=3", "--dry-run") == 0
     assert scripted(capsys.readouterr().out) == "# nothing to submit: all 3 tasks are complete\n"
     assert run("--executor.tasks=3") == 0
     assert capsys.readouterr().out == "Nothing was submitted: all 3 tasks are complete.\n"
-
-
-@pytest.mark.slow
-def test_tasks_of_one_job_are_submitted_as_one_element_and_finished_ones_are_left_out(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mark_as_finished(3, tasks=30)
-    several = ("--executor.tasks=30", "--executor.tasks_per_job=4")
-    assert run("--dry-run", *several) == 0
-    assert directives(scripted(capsys.readouterr().out))["array"] == "0-6%20"
-    assert run(*several, "--executor.max_array_size=5") == 0
-    assert capsys.readouterr().out.startswith(
-        "Submitted job 7,8 for 27 of 30 tasks, in 7 array elements of up to 4 tasks. Logs: "
-    )
-    assert [directives(Path(f"submitted/{job}").read_text())["array"] for job in (7, 8)] == ["0-4%20", "0-4%20"]
-    assert json.loads(Path("slurm_run/logs/ranks_to_run.json").read_text()) == list(range(3, 30))
-    assert run("--executor.tasks=30", "--executor.tasks_per_job=1") == 0, "it may change from one to the next"
-    assert "Submitted job 10 for 27 of 30 tasks. " in capsys.readouterr().out
 
 
 def test_markers_of_another_job_are_refused_before_anything_is_submitted(
@@ -257,47 +238,10 @@ def test_without_sbatch_nothing_is_started_and_one_line_says_so(
     assert not Path("slurm_run").exists()
 
 
-NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
-QUEUED = """job 7 of this run is still in the queue. Wait until it ends (squeue -j 7), or cancel it \
-(scancel 7), and run the same command again."""
-NOT_TOLD = """squeue does not tell whether job 7 of this run is still in the queue: {}. Nothing was submitted. \
-Run the same command again when squeue -j 7 answers, or remove {}/slurm_run/logs/slurm_jobs.json if you know \
-that the job has ended."""
-
-
-@pytest.mark.parametrize(
-    ("squeue", "cause"),
-    [
-        (SQUEUE, ""),
-        (f"#!/bin/sh\necho '{NO_CONTROLLER}' >&2; exit 1", NO_CONTROLLER),
-        pytest.param("#!/bin/sh\nexec sleep 600", "no answer within 0.1 s", marks=pytest.mark.slow),
-    ],
-)
-def test_nothing_is_submitted_until_squeue_says_that_the_last_job_is_over(
-    login_node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, squeue: str, cause: str
-) -> None:
-    assert run() == 0
-    capsys.readouterr()
-    ranks = Path("slurm_run/logs/ranks_to_run.json")
-    ranks.write_text("as the first one needs them")
-    submitted = sorted(Path("submitted").iterdir())
-    Path("queued/7").write_text("7_[3-99] gpu summaries PD\n")
-    Path("bin/squeue").write_text(squeue)
-    monkeypatch.setattr(slurm_submit, "_SQUEUE_TIMEOUT", 0.1 if "sleep" in squeue else 120.0)
-    assert run() == 2
-    said = NOT_TOLD.format(cause, login_node) if cause else QUEUED
-    assert capsys.readouterr().err == f"error: executor: {said}\n"
-    assert ranks.read_text() == "as the first one needs them"
-    assert sorted(Path("submitted").iterdir()) == submitted
-    Path("bin/squeue").write_text(SQUEUE)
-    Path("queued/7").write_text("")  # ended a moment ago
-    assert run() == 0
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("number", "there"),
-    [("8", "Already submitted: job 7."), ("7", "Nothing was submitted.")],
+    [("8", "Already submitted: job 7, without the job that checks"), ("7", "Nothing was submitted.")],
 )
 def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     login_node: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: str, there: str
@@ -306,22 +250,19 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     assert run() == 1
     said = capfd.readouterr().err
     assert "sbatch: error: invalid partition specified: gpu\n" in said
-    assert said.endswith(
-        f"error: sbatch ended with exit code 1; its message is above. {there} The script is in "
-        f"{login_node}/slurm_run/logs/launch_script.slurm.\n"
-    )
+    assert f"error: sbatch ended with exit code 1; its message is above. {there}" in said
+    assert said.endswith(f" The script is in {login_node}/slurm_run/logs/launch_script.slurm.\n")
 
 
 EVERYTHING: dict[str, Any] = {
     "cpus_per_task": 2,
     "nodes_per_task": 2,
     "env_command": "module load cuda",
-    "max_array_size": -1,
     "job_id_retriever": "os.path.basename",
     "requeue_signals": ["SIGUSR1", "SIGUSR2"],
     "requeue": False,
     "srun_args": {"mpi": "none"},
-    "tasks_per_job": 3,
+    "ranks_at_once": 3,
 }
 
 

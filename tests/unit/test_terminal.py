@@ -65,6 +65,20 @@ def test_a_share_is_that_of_all_ranks_and_those_that_have_not_begun_are_as_large
     assert not progress.is_estimated
 
 
+def test_ranks_that_other_processes_complete_count_with_their_documents_and_pace(clock: Clock) -> None:
+    progress = RunProgress(ranks=4, clock=clock)
+    progress.update(0, rank(5, 50))
+    clock.now += 100
+    progress.sample()
+    progress.complete(1, documents=10)
+    progress.complete(0, documents=10)
+    progress.complete(0)
+    assert progress.documents == 15, "of its own rank it has the documents"
+    assert progress.share == 0.5
+    assert progress.complete_ranks == 2
+    assert progress.seconds_left == pytest.approx(100)
+
+
 def test_a_size_that_is_not_known_makes_no_percent_and_no_time_left(clock: Clock) -> None:
     progress = RunProgress(ranks=2, clock=clock)
     progress.update(0, rank(0, 0))

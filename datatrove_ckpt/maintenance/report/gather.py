@@ -146,7 +146,10 @@ def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
     rows = []
     for rank, one in newest:
         times = (clock(one.started), clock(one.last_seen))
-        rows.append([rank, f"{one.number}", *times, one.how_it_ended, one.place, figure(one.in_flight)])
+        in_flight = "not known"
+        if one.in_flight is not None:
+            in_flight = figure(one.in_flight)
+        rows.append([rank, f"{one.number}", *times, one.how_it_ended, one.place, in_flight])
     return Table("Attempts that ended early", columns, rows, note)
 
 

@@ -1,0 +1,246 @@
+"""SlurmPipelineExecutor: datatrove's, with an array of workers in place of an array of tasks.
+
+    an element of the array    is a worker: it takes tasks until none is free
+    another submission         adds workers, also while the first ones are in the queue
+    the time limit             an element takes no task that would hardly end before it, and is requeued instead
+    the last job               starts when the array has ended, makes the checks, and writes ``stats.json``
+
+Two kinds of jobs cannot pull: several nodes of a task must all know which one it is, and tasks that retry dead letters
+are complete. There, datatrove deals the tasks out to the elements.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
+from datatrove.executor.slurm import launch_slurm_job, requeue_handler
+from datatrove.io import DataFolderLike
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from datatrove_ckpt.claims.claims import LAUNCH
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.executor import LocalPipelineExecutor, given_up_error
+from datatrove_ckpt.formatting import plural, plural_is, ranges
+from datatrove_ckpt.process.slurm_job import job_id_in_environment
+from datatrove_ckpt.process.task_errors import own_error
+from datatrove_ckpt.redaction import log_text
+from datatrove_ckpt.retrying import code_of_rank
+
+_LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
+_MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
+
+
+class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+    """Runs the tasks of a pipeline in a job array of workers.
+
+    All arguments but the last two are those of datatrove's ``SlurmPipelineExecutor``, with these differences.
+
+    Args:
+        workers: how many elements the array has. -1: one for each task that is left. They need not run at once: those
+            that run share all tasks.
+        gpus_per_task, cpus_per_task, nodes_per_task: of a worker.
+        depends: the job that comes first, with all of its checks.
+        max_rank_attempts, ranks_at_once: as ``LocalPipelineExecutor`` has them.
+
+    Attributes:
+        array_id: the array that was submitted last.
+        job_id: the job that checks the run after it; -1: nothing was left to be submitted.
+    """
+
+    pipeline: list[PipelineStep]
+    skip_completed: bool
+    workers: int
+    array_id: str | int | None = None
+    job_id: str | int | None
+
+    def __init__(
+        self,
+        pipeline: list[PipelineStep | Callable[..., Any]],
+        tasks: int,
+        time: str,
+        partition: str,
+        workers: int = -1,
+        cpus_per_task: int = 1,
+        mem_per_cpu_gb: int = 2,
+        gpus_per_task: int = 0,
+        nodes_per_task: int = 1,
+        job_name: str = "data_processing",
+        qos: str = "normal",
+        env_command: str | None = None,
+        condaenv: str | None = None,
+        venv_path: str | None = None,
+        sbatch_args: dict[str, Any] | None = None,
+        depends: DatatroveExecutor | None = None,
+        depends_job_id: str | None = None,
+        job_id_position: int = -1,
+        job_id_retriever: Callable[[str], str] | None = None,
+        logging_dir: DataFolderLike = None,
+        skip_completed: bool = True,
+        slurm_logs_folder: str | None = None,
+        run_on_dependency_fail: bool = False,
+        randomize_start_duration: int = 0,
+        requeue_signals: tuple[str, ...] | None = ("SIGUSR1",),
+        mail_type: str = "ALL",
+        mail_user: str | None = None,
+        requeue: bool = True,
+        srun_args: dict[str, Any] | None = None,
+        with_srun: bool = True,
+        max_rank_attempts: int = 2,
+        ranks_at_once: int | None = None,
+    ) -> None:
+        given = dict(locals())  # a debugger adds to the other one
+        own = ("self", "__class__", "max_rank_attempts", "ranks_at_once")
+        super().__init__(**{name: value for name, value in given.items() if name not in own}, max_array_size=-1)
+        if depends is not None and not isinstance(depends, DatatroveExecutor):
+            raise ConfigError(f"depends: must be a SlurmPipelineExecutor; it is a {type(depends).__name__}.")
+        self.max_rank_attempts = max_rank_attempts
+        self.ranks_at_once = ranks_at_once
+        self._worker()  # which checks them
+
+    def run(self) -> None:
+        """Submits workers, and the job that checks the run after them. Inside of a job: does its work.
+
+        Raises:
+            CkptError: see ``check_before_run``.
+            SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last job, tasks that are
+                not complete, or an error of ``check_after_run``.
+        """
+        from datatrove_ckpt.preflight.before_run import check_before_run
+
+        if _LAST_JOB in os.environ:
+            with _saying_errors():
+                self._check()
+        elif "SLURM_ARRAY_TASK_ID" in os.environ:
+            with _saying_errors():
+                self._work()
+        else:
+            check_before_run(self)
+            self.launch_job()
+
+    @property
+    def pulls(self) -> bool:
+        """Whether elements take tasks by themselves."""
+        return self.nodes_per_task == 1 and self.skip_completed
+
+    # in a job ------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        if not self.pulls:
+            super().run()
+            return
+        for name in self.requeue_signals or ():
+            signal.signal(signal.Signals[name], _requeue)
+        completed = self._worker().run_worker()
+        logger.info(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
+
+    def _worker(self) -> LocalPipelineExecutor:
+        return _Worker(self)
+
+    def _check(self) -> None:
+        from datatrove_ckpt.preflight.before_run import check_after_run
+
+        worker = self._worker()
+        left = worker.get_incomplete_ranks(skip_completed=True)
+        if left:
+            raise self._not_complete(left)
+        check_after_run(worker)
+        worker.run_ranks()
+        logger.success(f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the checkpoint.")
+
+    def _not_complete(self, left: list[int]) -> CkptError:
+        from datatrove_ckpt.claims.claims import claimants, given_up
+        from datatrove_ckpt.claims.stores import open_reader
+
+        reader = open_reader(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
+        causes = given_up(reader)
+        at_work = [worker for worker in claimants(reader) if worker.is_alive]
+        if causes and not at_work:
+            return given_up_error(causes, self.tasks)
+        text = f"{plural_is(len(left), 'task')} not complete: {ranges(left)}."
+        if at_work:
+            names = ", ".join(worker.process for worker in at_work)
+            return CkptError(
+                f"{text} Workers of another submission go on: {names}. The last job after them checks all."
+            )
+        return CkptError(f"{text} Run the same command again: it submits workers for them.")
+
+    # submission ----------------------------------------------------------------------------------------------------
+
+    def launch_job(self) -> None:
+        os.environ[LAUNCH] = uuid.uuid4().hex  # sbatch passes it on
+        tasks = len(self.get_incomplete_ranks())
+        if tasks and not self.pulls:
+            self.tasks_per_job = math.ceil(tasks / self.count_elements(tasks))
+        super().launch_job()
+
+    def count_elements(self, tasks: int) -> int:
+        """How many elements the array gets for so many tasks."""
+        most = _MOST_WORKERS
+        if self.workers > 0:
+            most = self.workers
+        elements = min(tasks, most)
+        if self.pulls:
+            return elements
+        return math.ceil(tasks / math.ceil(tasks / elements))  # datatrove deals out as many tasks to each, but the last
+
+    def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
+        arguments: dict[str, Any] = super().get_sbatch_args(max_array)
+        arguments["array"] = f"0-{self.count_elements(max_array) - 1}"
+        return arguments
+
+    def launch_merge_stats(self) -> None:
+        """Submits the last job. datatrove's merges statistics, after an array without a failure."""
+        self.array_id = self.job_id
+        arguments = self.get_sbatch_args()
+        for name in ("array", "gpus"):
+            arguments.pop(name, None)
+        logs = f"{self.slurm_logs_folder}/%j.out"
+        arguments |= {"cpus-per-task": 1, "nodes": 1, "output": logs, "error": logs}
+        arguments["dependency"] = f"afterany:{self.array_id}"
+        command = f"{_LAST_JOB}=1 launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"
+        self.job_id = launch_slurm_job(self.get_launch_file_contents(arguments, command), self.job_id_retriever)
+
+
+class _Worker(LocalPipelineExecutor):
+    """One element of the array."""
+
+    def __init__(self, array: SlurmPipelineExecutor) -> None:
+        super().__init__(
+            array.pipeline,
+            array.tasks,
+            1,
+            array.logging_dir,
+            randomize_start_duration=array.randomize_start_duration,
+            max_rank_attempts=array.max_rank_attempts,
+            ranks_at_once=array.ranks_at_once,
+        )
+        self.get_distributed_env = array.get_distributed_env  # of Slurm: steps see where they run
+
+
+@contextmanager
+def _saying_errors() -> Iterator[None]:
+    """Ends a job with the message of an error of ours, and its exit code."""
+    try:
+        yield
+    except Exception as error:
+        own = own_error(error)
+        if own is None:
+            raise
+        logger.error(log_text(str(own)))
+        sys.exit(code_of_rank(own))
+
+
+def _requeue(number: int, frame: FrameType | None) -> None:
+    """Requeues this element alone: SLURM_JOB_ID may mean the whole array."""
+    with job_id_in_environment():
+        requeue_handler(number, frame)

@@ -1,0 +1,140 @@
+"""What the jobs of our Slurm executor do: elements that pull tasks, their time limit, the last job.
+
+tests/unit/test_slurm.py submits them, and tests/real/test_slurm.py has a real Slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.claims import claims
+from datatrove_ckpt.testing import FakeServer
+from tests.processes import write_program
+
+TASKS = 3
+# As launch_pickled_pipeline runs it. With "late", the clock says 45 s before the time limit once a task has ended.
+JOB = """
+import os, sys
+from types import SimpleNamespace
+import datatrove.executor.base as base
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner, SlurmPipelineExecutor
+from datatrove_ckpt.process import slurm_job
+from my_rollout import ask
+
+end_of_rank = base.close_task_logger
+
+def close_task_logger(logfile):
+    end_of_rank(logfile)
+    if "late" in sys.argv:
+        late = float(os.environ["SLURM_JOB_END_TIME"]) - 45
+        slurm_job.time = SimpleNamespace(time=lambda: late)
+
+base.close_task_logger = close_task_logger
+runner = InferenceRunner(
+    ask,
+    InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1]),
+    JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl", compression=None),
+    checkpoints_local_dir="checkpoints",
+)
+SlurmPipelineExecutor(
+    [JsonlReader("input"), runner], tasks=3, time="1:00:00", partition="p", logging_dir="logs", ranks_at_once=1
+).run()
+"""
+ROLLOUT = """
+from pathlib import Path
+
+async def ask(document, generate):
+    if Path("bad").exists() and document.text == "text 1":
+        raise ValueError("bad")
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+"""
+
+
+@pytest.fixture
+def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An element of array 17, whose own job number is 17, too."""
+    (tmp_path / "input").mkdir()
+    write_program(tmp_path / "tools/scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho here\n')
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "my_rollout.py").write_text(ROLLOUT)
+    for rank in range(TASKS):
+        (tmp_path / f"input/{rank}.jsonl").write_text(json.dumps({"text": f"text {rank}", "id": f"{rank}"}) + "\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}/tools:/usr/bin:/bin")
+    for name, value in (("JOB_ID", "17"), ("ARRAY_JOB_ID", "17"), ("ARRAY_TASK_ID", "0"), ("NODELIST", "here")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
+    return tmp_path
+
+
+def run(folder: Path, server: FakeServer, code: int, *words: str) -> str:
+    argv = [sys.executable, "job.py", server.url, *words]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def completed(folder: Path) -> int:
+    return len(list((folder / "logs/completions").iterdir()))
+
+
+def test_an_element_takes_what_is_free_and_the_last_job_checks_all(
+    array: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"This worker has completed {TASKS} tasks" in run(array, server, 0)
+    assert "This worker has completed 0 tasks" in run(array, server, 0)
+    assert list(server.asked.values()) == [1] * TASKS
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+    monkeypatch.setenv("DATATROVE_CKPT_LAST_JOB", "1")
+    assert f"The output of {TASKS} tasks is complete, and was compared" in run(array, server, 0)
+    assert (array / "logs/stats.json").exists()
+    next((array / "output").iterdir()).unlink()
+    assert "datatrove-ckpt repair" in run(array, server, 3)
+
+
+def test_the_last_job_fails_while_tasks_are_not_complete(
+    array: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (array / "bad").touch()
+    assert "1 of 3 tasks are not complete, because they were given up" in run(array, server, 3)
+    monkeypatch.setenv("DATATROVE_CKPT_LAST_JOB", "1")
+    assert "task 1: DocumentFailed" in run(array, server, 3)
+    (array / "bad").unlink()
+    for mark in (array / "logs/claims").glob("*-*"):
+        mark.unlink()
+    assert "1 task is not complete: 1. Run the same command again" in run(array, server, 1)
+    assert not (array / "logs/stats.json").exists()
+
+
+def test_an_element_takes_no_task_just_before_its_time_limit_and_requeues_itself(
+    array: Path, server: FakeServer
+) -> None:
+    assert "would hardly end before the job's time limit" in run(array, server, 15, "late")
+    assert (array / "asked").read_text().splitlines()[-1] == "requeue 17_0", "17 would be the whole array"
+    assert completed(array) == 1
+    assert len(list((array / "checkpoints").glob("0*"))) == 1, "nothing else was started"
+    assert list((array / "logs/claims").glob("*-*")) == []
+    run(array, server, 0)
+    assert completed(array) == TASKS
+    assert list(server.asked.values()) == [1] * TASKS
+
+
+def test_how_long_a_task_takes_is_told_by_those_that_this_process_has_completed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+    own = claims.Claims.__new__(claims.Claims)
+    own._has_time = lambda seconds: bool(asked.append(seconds))
+    own._took = []
+    assert not own.has_time
+    own._took = [10.0, 30.0]
+    assert own.next() is None
+    assert asked == [0.0, 20.0]

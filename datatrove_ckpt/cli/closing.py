@@ -6,8 +6,9 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commits import sum_counts
+from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts
 from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     InputError,
@@ -35,20 +36,8 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
     if not job.ranks:
         find_ranks(root)  # raises, and says why
     counts = job.counts
-    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
-        raise CheckpointCorrupt(
-            f"The commits in {root} contradict each other: {counts.read} documents read, {counts.written} written, "
-            f"{counts.dropped} dropped, {counts.dead} dead letters. Do not use the output before you have run: "
-            f"{_verify(root)}"
-        )
     skipped = rows_without_document(root)
-    if not counts.read and skipped:
-        raise InputError(
-            f"No row of the whole input is a document.{skipped} Check text_key{written.and_adapter}, and start again "
-            "with ",
-            StartOver(),
-            ".",
-        )
+    _check_counts(root, counts, skipped)
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
@@ -62,32 +51,60 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
     if idle:
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
     work += f"{counts.odd_answers}{_attempts(job)}"
-    if "--retry-dead-letters" in command().split():
-        retry = ""
-    else:
-        retry = " --retry-dead-letters"
-    given = str(runner.copy or runner.step.checkpoints_local_dir)
-    shown = root if given.startswith("~") or "$" in given else given  # a shell would not expand it in quotes
-    next_step = f"To check the files: {_verify(shown)}"
-    if counts.dead:
-        seen = shlex.join(["datatrove-ckpt", "show", str(shown), "--dead"])
-        next_step = f"To see the dead letters: {seen}. To retry them: {command()}{retry}"
-    none = ""
-    if counts.dead == counts.read:
-        ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
-        causes = sum((rank.causes for rank in ranks), Counter[str]())
-        often = "".join(cause for cause, _ in causes.most_common(1))
-        if counts.answers:
-            done = "written"
-        else:
-            done = "answered"
-        none = f"No document was {done}: {often}. "
     return (
-        f"{none}{counts.written} of {plural_is(counts.read, 'document')} in {plural(job.numbers.files, 'file')} in "
-        f"{folder} ({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}), "
-        f"for {plural(counts.requests, 'request')} with {counts.prompt_tokens} prompt and "
-        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} {next_step}"
+        f"{_why_none(root, counts)}{counts.written} of {plural_is(counts.read, 'document')} in "
+        f"{plural(job.numbers.files, 'file')} in {folder} ({counts.dropped} dropped, "
+        f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with {counts.prompt_tokens} "
+        f"prompt and {plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
+        f"{_next_step(runner, root, counts)}"
     )
+
+
+def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> None:
+    """
+    Raises:
+        CheckpointCorrupt, InputError: see ``closing_line``.
+    """
+    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
+        raise CheckpointCorrupt(
+            f"The commits in {root} contradict each other: {counts.read} documents read, {counts.written} written, "
+            f"{counts.dropped} dropped, {counts.dead} dead letters. Do not use the output before you have run: "
+            f"{_verify(root)}"
+        )
+    if not counts.read and skipped:
+        raise InputError(
+            f"No row of the whole input is a document.{skipped} Check text_key{written.and_adapter}, and start again "
+            "with ",
+            StartOver(),
+            ".",
+        )
+
+
+def _why_none(root: Path, counts: DocumentCounts) -> str:
+    """The most frequent cause, as a sentence with a space after it, if every document is dead; else empty."""
+    if counts.dead != counts.read:
+        return ""
+    ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
+    causes = sum((rank.causes for rank in ranks), Counter[str]())
+    often = "".join(cause for cause, _ in causes.most_common(1))
+    if counts.answers:
+        done = "written"
+    else:
+        done = "answered"
+    return f"No document was {done}: {often}. "
+
+
+def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts) -> str:
+    shown = str(runner.copy or runner.step.checkpoints_local_dir)
+    if shown.startswith("~") or "$" in shown:
+        shown = str(root)  # a shell would not expand it in quotes
+    if not counts.dead:
+        return f"To check the files: {_verify(shown)}"
+    seen = shlex.join(["datatrove-ckpt", "show", shown, "--dead"])
+    retry = command()
+    if "--retry-dead-letters" not in retry.split():
+        retry += " --retry-dead-letters"
+    return f"To see the dead letters: {seen}. To retry them: {retry}"
 
 
 def _attempts(job: JobSums) -> str:

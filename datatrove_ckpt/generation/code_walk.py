@@ -117,7 +117,7 @@ class Walk:
     def _take(self, found: _Found, module: Module, node: ast.AST, runs: bool, closed: Iterable[str] = ()) -> list[Name]:
         """Joins a part of a module, and follows what it names. Returns what it uses of enclosing functions."""
         uses = module.source.uses(node)
-        found.texts.append(module.source.text(node))
+        found.texts.append(uses.text)
         found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))], module.folder)
         self._documented |= any(map(_DESCRIBING.fullmatch, uses.words))
         if not uses.words.isdisjoint({"import_module", "__import__"}) and not uses.texts:
@@ -238,9 +238,7 @@ class Walk:
             if isinstance(thing, types.FunctionType | type):
                 plain.is_opaque |= not self._code(origin, thing)
             elif isinstance(thing, types.ModuleType):
-                module = self._project.module_of(thing)
-                if module is not None:
-                    self._go(origin, module, ())
+                self._go(origin, self._project.module_of(thing), ())
 
     def _code(self, origin: _Found, thing: Any, label: str = "") -> bool:
         """Follows a function or class. False: its source is that of a value."""

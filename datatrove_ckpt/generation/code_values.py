@@ -251,6 +251,14 @@ def cells(function: types.FunctionType) -> list[tuple[str, object]]:
     return found
 
 
+def defaults(function: types.FunctionType) -> dict[str, object]:
+    """The defaults of arguments, by their names."""
+    code = function.__code__
+    values = function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
+
+
 def wrapped(thing: object) -> Any:
     """What ``functools`` says that a function is around; None if it is around nothing."""
     try:

@@ -30,7 +30,7 @@ from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable
 from datatrove_ckpt.generation.code_text import digest
 from datatrove_ckpt.generation.code_values import type_name
-from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
+from datatrove_ckpt.generation.code_walk import NOTHING, Description, describe, is_bytecode
 from datatrove_ckpt.output.names import writer_name
 
 _PROCESS = secrets.token_hex(8)
@@ -86,8 +86,7 @@ def code_identity(
         rollout_version: stands for all of that.
     """
     if rollout_version is not None:
-        named = Description({"rollout_version": rollout_version}, {}, {}, {}, [], frozenset(), False, [])
-        return CodeIdentity(named, version=_VERSION)
+        return CodeIdentity(NOTHING._replace(fields={"rollout_version": rollout_version}), version=_VERSION)
     things = {"rollout_fn": rollout_fn, "shared_context": shared_context, **_of_writer(output_writer)}
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))
@@ -95,13 +94,14 @@ def code_identity(
         return CodeIdentity(None)
     if when_made is not None and when_made.version != _VERSION:  # a job that was queued before an upgrade
         return when_made
-    before = None
+    before = NOTHING
     if when_made is not None and when_made.fingerprint == found:
         if when_made.process == _PROCESS:
             return when_made
         if (known := _described.get((when_made.mark, _PROCESS))) is not None:
             return known
-        before = when_made.made if any(map(_is_away, things.values())) else None
+        if any(map(_is_away, things.values())):
+            before = when_made.made or NOTHING
     try:
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at

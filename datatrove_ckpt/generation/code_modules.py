@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 import os
 import re
@@ -93,7 +94,8 @@ class Source:
                 for part in (node, *getattr(node, "handlers", [])):
                     for name in ("body", "orelse", "finalbody"):
                         self._collect(getattr(part, name, []), (*tests, *conditions))
-                self._add(self.bindings, bound_names(inside), bound)
+                for part in inside:
+                    self._add(self.bindings, bound_names(part), bound)
             elif isinstance(node, Definition):
                 decorators = [dotted(one) for one in node.decorator_list]
                 self._add(self.changes, [one[0] for one in decorators if len(one) > 1], bound)
@@ -102,7 +104,7 @@ class Source:
                         self.bindings.pop(node.name, None)
                     self._add(self.bindings, [node.name], bound)
             else:
-                self._add(self.bindings, bound_names([node]), bound)
+                self._add(self.bindings, bound_names(node), bound)
                 self._add(self.changes, _stored(node), bound)
 
     def _add(self, table: dict[str, dict[Binding, None]], names: Iterable[str], bound: Binding) -> None:
@@ -185,7 +187,7 @@ class Module:
 
     def __init__(self, name: str, file: str, namespace: Mapping[str, Any], documented: bool) -> None:
         self.name = name
-        self.file = file
+        self.file = file  # was_edited: since this process started
         self.folder = ""
         if not file.startswith("<"):
             self.folder = os.path.dirname(os.path.abspath(file))  # noqa: PTH100, PTH120
@@ -198,19 +200,12 @@ class Module:
         loader = {"__loader__": self.values.get("__loader__"), "__name__": name}
         texts = tuple((one, "".join(linecache.getlines(one, loader))) for one in files)
         self.source: Source = source_of(texts, documented)
-        loaded = vars(sys.modules.get(name, types.ModuleType(name)))
+        loaded = getattr(sys.modules.get(name), "__dict__", None)
         self.travels = name in MAIN or (bool(namespace) and loaded is not namespace)
+        self.was_edited = os.path.isfile(file) and os.path.getmtime(file) > _STARTED  # noqa: PTH113, PTH204
         self.package = self.values.get("__package__") or (
             name if os.path.basename(file) == "__init__.py" else name.rpartition(".")[0]  # noqa: PTH119
         )
-
-    @functools.cached_property
-    def was_edited(self) -> bool:
-        """Since this process started."""
-        try:
-            return os.stat(self.file).st_mtime > _STARTED  # noqa: PTH116 (co_filename is text)
-        except OSError:  # an archive, or a cell of a notebook
-            return False
 
     def find(self, code: types.CodeType) -> list[ast.AST]:
         return self.source.find(code, self.was_edited)
@@ -431,18 +426,16 @@ class Project:
             for word in filter(MACHINE.fullmatch, sorted(uses.texts)):
                 return word
         for use in uses.names:
-            cause = ""
             if UNSTABLE.fullmatch(use.root) and not self.binds(module, use.root):
-                cause = f"{use.root}()"
+                return f"{use.root}()"
             for found, steps in self.targets(module, use):
-                if found is not None and steps:
-                    cause = cause or self.cause_of(found, steps[0])
-                elif found is None:
-                    names = [".".join(steps[:size]) for size in range(1, len(steps) + 1)]
-                    if any(map(UNSTABLE.fullmatch, names)):
-                        cause = f"{names[-1]}()"
-            if cause:
-                return cause
+                cause = ""
+                if found is None and any(map(UNSTABLE.fullmatch, itertools.accumulate(steps, "{}.{}".format))):
+                    cause = f"{'.'.join(steps)}()"
+                elif found is not None and steps:
+                    cause = self.cause_of(found, steps[0])
+                if cause:
+                    return cause
         return ""
 
 

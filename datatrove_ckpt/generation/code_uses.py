@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from datatrove_ckpt.generation.code_text import compile_tree, loaded_names, nested_codes, strip, write_tree
@@ -136,21 +136,17 @@ def _chain(node: ast.AST, inside: set[ast.AST]) -> tuple[str, Path]:
     return getattr(node, "id", ""), tuple(steps)
 
 
-def bound_names(nodes: Iterable[ast.AST]) -> set[str]:
-    """The names that statements of a module bind."""
-    names: set[str] = set()
-    waiting = [*nodes]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Definition):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {name for name, _ in imported(node)}
-        elif not isinstance(node, ast.Lambda):
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                names.add(node.id)
-            waiting += ast.iter_child_nodes(node)
-    return names
+def bound_names(node: ast.AST) -> Iterator[str]:
+    """The names that a statement of a module binds."""
+    if isinstance(node, Definition):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (name for name, _ in imported(node))
+    elif not isinstance(node, ast.Lambda):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        for child in ast.iter_child_nodes(node):
+            yield from bound_names(child)
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Import]]:

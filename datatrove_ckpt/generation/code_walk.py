@@ -91,11 +91,16 @@ NOTHING = Description({}, {}, {}, {}, [], frozenset(), False, [])
 class _Found:
     """Something that was reached: a definition, a variable, or a function that is a value."""
 
-    def __init__(self, label: str, where: str, own: bool) -> None:
-        self.label = label
-        self.where = where
+    def __init__(self, module: Module, name: str, own: bool, label: str = "") -> None:
+        self.module = module
+        self.name = name
+        self.where = name
+        if module.name not in (*MAIN, "builtins", "None", ""):
+            self.where = f"{module.name}.{name}"
         self.own = own
-        self.root = self.is_code = False
+        self.label = label or name.rpartition(".")[2]
+        self.root = bool(label)
+        self.is_code = False
         self.paths: set[Path] = set()
         self.clear()
 
@@ -103,7 +108,7 @@ class _Found:
         self.texts: list[str] = []
         self.bytecode: list[str] = []
         self.values: dict[str, object] = {}
-        self.words: dict[str, str] = {}
+        self.words: dict[str, None] = {}
 
 
 class Walk:
@@ -123,16 +128,17 @@ class Walk:
         self._notes = dict(before.notes)
         self._counts = collections.Counter(before.counts)
         self._found: dict[object, _Found] = {}
+        self._nowhere = Module("", "<>", {}, False)
         self._waiting: list[tuple[Any, ...]] = []
         self._edges: dict[tuple[Any, ...], None] = {}
 
     # from name to name -----------------------------------------------------------------------------------------------
 
-    def _take(self, found: _Found, module: Module, node: ast.AST, closed: Iterable[str] = ()) -> list[Name]:
+    def _take(self, found: _Found, node: ast.AST, closed: Iterable[str] = ()) -> list[Name]:
         """Joins a part of a module, and follows what it names. Returns what it uses of enclosing functions."""
-        uses = module.source.uses(node)
+        uses = found.module.source.uses(node)
         found.texts.append(uses.text)
-        found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))], module.folder)
+        found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))])
         self._documented |= any(map(_DESCRIBING.fullmatch, uses.words))
         if not uses.words.isdisjoint({"import_module", "__import__"}) and not uses.texts:
             self._project.left[f"the module that {found.where} imports by a computed name"] = None
@@ -140,19 +146,20 @@ class Walk:
             self._state |= uses.changed
         for name in uses.names:
             if name.root not in closed:
-                self._follow(found, module, name)
+                self._follow(found, name)
         return [name for name in uses.names if name.root in closed]
 
-    def _follow(self, found: _Found, module: Module, name: Name) -> None:
+    def _follow(self, found: _Found, name: Name) -> None:
         root = name.root
-        if root == "globals" and root not in module.source.bindings:
-            self._go(found, module, ())
-        for bound in module.source.imports(root):
+        source = found.module.source
+        if root == "globals" and root not in source.bindings:
+            self._go(found, found.module, ())
+        for bound in source.imports(root):
             for test in bound.tests:
-                self._take(found, module, test)
+                self._take(found, test)
             if bound.imported.name not in (None, root):
                 found.texts.append(f"{root}={bound.imported.name}")
-        for target, steps in self._project.targets(module, name):
+        for target, steps in self._project.targets(found.module, name):
             if target is None:
                 found.texts.append(f"{root}={'.'.join(steps[: len(steps) - len(name.path)])}")
             else:
@@ -175,36 +182,38 @@ class Walk:
         name, *path = steps
         place = (module.file, name)
         if place not in self._found:
-            self._found[place] = _Found(name, _where(module, name), module.travels)
+            self._found[place] = _Found(module, name, module.travels)
         found = self._found[place]
         if label:
             found.label = label
             found.root = True
         if tuple(path) not in found.paths:
             found.paths.add(tuple(path))
-            self._waiting.append((self._visit, found, module, name))
+            self._waiting.append((self._visit, found))
 
     # what is there ---------------------------------------------------------------------------------------------------
 
-    def _visit(self, found: _Found, module: Module, name: str) -> None:
+    def _visit(self, found: _Found) -> None:
         found.clear()
+        module = found.module
+        name = found.name
         value = module.values.get(name, _MISSING)
         statements = module.source.statements(name)
         found.is_code = any(getattr(one.statement, "name", "") == name for one in statements)
         counts_by_source = found.is_code or value is _MISSING
         if not counts_by_source and not is_pacing(value):
             cause = self._project.cause_of(module, name)
-            counts_by_source = self._add(found, module.values, name, value, module.folder, found.paths, cause, "")
+            counts_by_source = self._add(found, module.values, name, value, found.paths, cause, "")
         if counts_by_source:
             found.values = {}
             for node in [part for one in statements for part in (one.statement, *one.tests)]:
-                self._take(found, module, node)
+                self._take(found, node)
         if found.is_code:
-            self._look_inside(found, module, name, value)
+            self._look_inside(found, value)
         else:
-            found.words |= dict.fromkeys(re.findall(r"[^'\"/]+", str(found.values)), module.folder)
+            found.words |= dict.fromkeys(re.findall(r"[^'\"/]+", str(found.values)))
 
-    def _look_inside(self, found: _Found, module: Module, top: str, value: Any) -> None:
+    def _look_inside(self, found: _Found, value: Any) -> None:
         """What the source of a definition does not show: wrappers, values that were computed, what was set later."""
         parts = {"": value}
         if isinstance(value, type):
@@ -212,16 +221,17 @@ class Walk:
         for name, part in parts.items():
             inner = getattr(part, "fget", None) or getattr(part, "__func__", part)
             code = getattr(inner, "__code__", None)
-            if code is not None and code.co_qualname == f"{top}.{name}".rstrip("."):
-                self._look_at_function(found, module, inner)
+            if code is not None and code.co_qualname == f"{found.name}.{name}".rstrip("."):
+                self._look_at_function(found, inner)
             elif isinstance(part, str | int | float | bytes):
                 if not name.startswith("_") and name not in self._project.unstable_of(value):
-                    self._add(found, value, name, part, module.folder)
+                    self._add(found, value, name, part)
             elif not name.startswith("__"):
-                self._reach_all(found, Plain(self._project, module.folder).look(value, name, inner))
+                self._reach_all(found, Plain(self._project, found.module.folder).look(value, name, inner))
 
-    def _look_at_function(self, found: _Found, module: Module, function: Any) -> None:
+    def _look_at_function(self, found: _Found, function: Any) -> None:
         """What a definition computed when it was executed: its defaults, and which of several of its name it is."""
+        module = found.module
         node: Any = next(iter(module.find(function.__code__)), None)
         if node is None and module.was_edited:
             found.bytecode.append(write_code(function.__code__))  # the source was edited after it was imported
@@ -236,7 +246,7 @@ class Walk:
         for name, default in zip(names, written, strict=False):
             value = values.get(name)
             if not isinstance(default, ast.Constant | None) and isinstance(value, str | int | float | bytes):
-                self._add(found, function, name, value, module.folder, cause=self._project.cause_in(module, default))
+                self._add(found, function, name, value, cause=self._project.cause_in(module, default))
 
     def _reach_all(self, origin: _Found, plain: Plain) -> None:
         """Follows the user's functions, classes and modules in values."""
@@ -267,18 +277,18 @@ class Walk:
         elif not nodes:
             return False
         if place not in self._found:
-            found = self._found[place] = _Found(label or thing.__name__, _where(module, thing.__qualname__), own)
-            found.root = bool(label)
+            found = self._found[place] = _Found(module, thing.__qualname__, own, label)
             found.is_code = True
             if self._before is NOTHING or not own:
-                self._waiting.append((self._visit_code, found, module, thing, nodes))
+                self._waiting.append((self._visit_code, found, thing, nodes))
         return True
 
-    def _visit_code(self, found: _Found, module: Module, thing: Any, nodes: list[Any]) -> None:
+    def _visit_code(self, found: _Found, thing: Any, nodes: list[Any]) -> None:
+        module = found.module
         closed = dict(cells(thing))
         used: list[Name] = []
         for node in nodes:
-            used += self._take(found, module, node, closed)
+            used += self._take(found, node, closed)
         if not nodes:
             found.bytecode.append(write_code(thing.__code__))
             used += map(Name, closed)
@@ -288,7 +298,7 @@ class Walk:
         causes = self._project.unstable_names(module, [one for one in around if isinstance(one, Function)])
         for name in dict.fromkeys(use.root for use in used):
             paths = {use.path for use in used if use.root == name}
-            self._add(found, thing, name, closed[name], module.folder, paths, causes.get(name, ""))
+            self._add(found, thing, name, closed[name], paths, causes.get(name, ""))
 
     def _add(
         self,
@@ -296,7 +306,6 @@ class Walk:
         owner: object,
         name: str,
         value: object,
-        folder: str = "",
         paths: Iterable[Path] = ((),),
         cause: str = "",
         prefix: str = ".{}",
@@ -309,7 +318,7 @@ class Walk:
         Returns:
             Whether its source counts.
         """
-        plain = Plain(self._project, folder).look(owner, name, value, paths)
+        plain = Plain(self._project, found.module.folder).look(owner, name, value, paths)
         self._reach_all(found, plain)
         cause = cause or plain.cause
         if cause:
@@ -322,8 +331,7 @@ class Walk:
 
     def root(self, label: str, thing: object) -> None:
         """Begins at a function, object, class, or dict of values."""
-        origin = self._found["root", label] = _Found(label, label, own=True)
-        origin.root = True
+        origin = self._found["root", label] = _Found(self._nowhere, label, True, label)
         while isinstance(thing, functools.partial | types.MethodType):
             if isinstance(thing, types.MethodType):
                 origin.values[f".{thing.__name__}"] = thing.__name__
@@ -369,7 +377,7 @@ class Walk:
         for name, steps, label in edges:
             module = self._project.module(name)
             if module is not None:
-                self._go(_Found("", "", own=False), module, steps, label)
+                self._go(_Found(module, "", False), module, steps, label)
         self._run(known)
         left = [*self._project.left]
         return Description(
@@ -396,9 +404,9 @@ class Walk:
                     made[f"{base} code"] = f"source {digest(*found.texts)}"
                 made |= {f"{base}{name}": value for name, value in found.values.items()}
                 writes = any(map(_WRITES.fullmatch, found.words))
-                for name, folder in found.words.items():
+                for name in found.words:
                     if _TEXT_FILE.fullmatch(name) and not writes:
-                        made |= self._text_file(name, folder)
+                        made |= self._text_file(name, found.module.folder)
             self._fields |= made
             note = found.where
             if found.is_code:
@@ -444,9 +452,3 @@ def _deep() -> Iterator[None]:
         sys.setrecursionlimit(limit)
         if collects:
             gc.enable()
-
-
-def _where(module: Module, name: str) -> str:
-    if module.name in (*MAIN, "builtins", "None"):
-        return name
-    return f"{module.name}.{name}"

@@ -140,8 +140,6 @@ def bound_names(node: ast.AST) -> Iterator[str]:
     """The names that a statement of a module binds."""
     if isinstance(node, Definition):
         yield node.name
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (name for name, _ in imported(node))
     elif not isinstance(node, ast.Lambda):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id

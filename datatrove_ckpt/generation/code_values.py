@@ -69,7 +69,7 @@ class Plain:
 
     def __init__(self, project: Any, folder: str) -> None:
         self.parts: dict[str, Any] = {}
-        self.code: list[object] = []
+        self.code: dict[object, None] = {}
         self.is_opaque = False
         self.cause = ""
         self._project = project
@@ -97,7 +97,7 @@ class Plain:
         if name not in self._project.changed or id(value) in self._seen:
             return self.of(value)
         inner = Plain(self._project, self._folder).look(owner, name, value, depth=self._depth)
-        self.code += [one for one in inner.code if one not in self.code]
+        self.code |= inner.code
         self.is_opaque |= inner.is_opaque
         self.cause = self.cause or inner.cause
         return inner.parts[""]
@@ -142,7 +142,7 @@ class Plain:
             return f"<{kind.__qualname__}.{value.name}>"
         if self._project.owns(kind) or type_name(kind) in ("types.SimpleNamespace", "argparse.Namespace"):
             self._found(kind)
-            inside: Any = None
+            inside: object = None
             if isinstance(value, tuple) and hasattr(kind, "_fields"):
                 inside = dict(zip(kind._fields, value, strict=True))  # secrets have names
             elif isinstance(value, _BASES):
@@ -201,8 +201,8 @@ class Plain:
         return f"<{type_name(kind)}>"
 
     def _found(self, thing: object) -> None:
-        if self._project.owns(thing) and thing not in self.code:
-            self.code.append(thing)
+        if self._project.owns(thing):
+            self.code[thing] = None
 
 
 def key(constant: object) -> str:

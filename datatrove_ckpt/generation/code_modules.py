@@ -231,10 +231,10 @@ class Project:
         self.left: dict[str, None] = {}
         self._modules: dict[str, Module | None] = {}
         self._spaces: dict[tuple[int, str], Module] = {}
-        self._causes: dict[Any, str] = {}
+        self._causes: dict[tuple[str, str], str] = {}
         self.unstable_of: Callable[[type], dict[str, str]] = functools.cache(self._unstable_of)
 
-    def owns(self, thing: Any) -> bool:
+    def owns(self, thing: object) -> bool:
         """Whether a function, class or module is of the user."""
         if not isinstance(thing, types.FunctionType | types.ModuleType | type):
             return False
@@ -283,7 +283,7 @@ class Project:
             if place and self._is_users_file(place, name) and not place.endswith((".so", ".pyd")):
                 if loaded is None:
                     _late.add(place)
-                values: Mapping[str, Any] = {}
+                values: Mapping[str, object] = {}
                 if place not in _late:
                     values = vars(loaded)
                 found = self._modules[name] = Module(name, place, values, self._documented)
@@ -328,7 +328,7 @@ class Project:
         return name in module.source.bindings or (name in module.values and not isinstance(value, types.ModuleType))
 
     def targets(
-        self, module: Module, use: Name, seen: frozenset[Any] = frozenset()
+        self, module: Module, use: Name, seen: frozenset[object] = frozenset()
     ) -> Iterator[tuple[Module | None, Path]]:
         """Where a name leads, through all imports: a module of the user, and the steps from there; none: all of it.
 
@@ -359,7 +359,7 @@ class Project:
                 yield module, (root, *use.path)
 
     def _imported(
-        self, module: Module, bound: Import, path: Path, seen: frozenset[Any]
+        self, module: Module, bound: Import, path: Path, seen: frozenset[object]
     ) -> Iterator[tuple[Module | None, Path]]:
         base = absolute(module, bound)
         found = self.module(base)
@@ -447,7 +447,7 @@ def absolute(module: Module, bound: Import) -> str:
         return bound.module
 
 
-def fingerprint(thing: Any) -> str:
+def fingerprint(thing: object) -> str:
     """Tells whether a pickle holds the function or object that was described: by code that it holds, and constants."""
     if isinstance(thing, functools.partial):
         return digest(
@@ -469,7 +469,7 @@ def fingerprint(thing: Any) -> str:
 
 def is_importable(function: types.FunctionType) -> bool:
     """Whether an import gives the function. Then a pickle holds its name alone, and it is what is imported now."""
-    found: Any = sys.modules.get(function.__module__)
+    found: object = sys.modules.get(function.__module__)
     if function.__module__ in MAIN:
         return False
     for name in function.__qualname__.split("."):

@@ -41,7 +41,7 @@ class Name(NamedTuple):
     imported: Import | None = None
 
 
-class Use(tuple[Any, ...]):
+class Use(tuple[object, ...]):
     """A name, in pickles of identity version 4."""
 
     def __new__(cls, *values: object) -> Use:

@@ -130,7 +130,7 @@ class Walk:
         self._found: dict[object, _Found] = {}
         self._nowhere = Module("", "<>", {}, False)
         self._waiting: list[tuple[Any, ...]] = []
-        self._edges: dict[tuple[Any, ...], None] = {}
+        self._edges: dict[tuple[object, ...], None] = {}
 
     # from name to name -----------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Walk:
     def _look_at_function(self, found: _Found, function: Any) -> None:
         """What a definition computed when it was executed: its defaults, and which of several of its name it is."""
         module = found.module
-        node: Any = next(iter(module.find(function.__code__)), None)
+        node: object = next(iter(module.find(function.__code__)), None)
         if node is None and module.was_edited:
             found.bytecode.append(write_code(function.__code__))  # the source was edited after it was imported
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -267,7 +267,7 @@ class Walk:
         if "<locals>" not in thing.__qualname__ and not lines.isdisjoint(node.lineno for node in nodes):
             self._go(origin, module, (top,), label)
             return True
-        place: Any = thing
+        place: object = thing
         own = origin.own
         if isinstance(thing, types.FunctionType):
             # dill makes a copy of a function. Two of one factory have the same code, and other things around it.

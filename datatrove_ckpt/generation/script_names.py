@@ -52,7 +52,7 @@ class ScriptNames(NamedTuple):
     """
 
     file: str | None
-    values: dict[str, Any]
+    values: dict[str, object]
     left: dict[str, str]
 
 
@@ -168,7 +168,7 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-def _parts(thing: object) -> Iterator[Any]:
+def _parts(thing: object) -> Iterator[object]:
     """The functions and classes of the script that belong to an object."""
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())

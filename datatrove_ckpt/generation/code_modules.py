@@ -276,17 +276,16 @@ class Project:
                 spec = PathFinder.find_spec(name, path)
                 file = getattr(spec, "origin", None)
                 folders = [*(getattr(spec, "submodule_search_locations", None) or [])]
-            place = file
             if folders and file is None:
-                place = os.path.join(folders[0], "")  # noqa: PTH118
+                file = os.path.join(folders[0], "")  # noqa: PTH118
             self._modules[name] = None
-            if place and self._is_users_file(place, name) and not place.endswith((".so", ".pyd")):
+            if file and self._is_users_file(file, name) and not file.endswith((".so", ".pyd")):
                 if loaded is None:
-                    _late.add(place)
+                    _late.add(file)
                 values: Mapping[str, object] = {}
-                if place not in _late:
+                if file not in _late:
                     values = vars(loaded)
-                found = self._modules[name] = Module(name, place, values, self._documented)
+                found = self._modules[name] = Module(name, file, values, self._documented)
                 found.folders = folders
         return self._modules[name]
 

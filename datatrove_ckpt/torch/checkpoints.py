@@ -53,6 +53,7 @@ from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
 Writer = Callable[[Path], object]
 
 _LOOK_SECONDS = 0.25  # how often ranks ask each other whether to save or to stop
+_LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
@@ -147,8 +148,9 @@ class TrainingCheckpoints:
         self._saved_at = time.monotonic()
         self._has_looked = self._has_claimed = False
         self._last_step = 0
-        self._look_at = 0
-        self._looked = (0, time.monotonic())
+        self._look_after = 0
+        self._longest_step = 0.0
+        self._stepped_at = time.monotonic()
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
 
@@ -227,12 +229,14 @@ class TrainingCheckpoints:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
         due = self._every_steps is not None and step % self._every_steps == 0
+        now = time.monotonic()
+        self._longest_step = max(self._longest_step, now - self._stepped_at)
+        self._stepped_at = now
         stops = 0.0
-        if step >= self._look_at:
-            stops, is_time, seconds = self._look(step)
+        self._look_after -= 1
+        if self._look_after <= 0:
+            stops, is_time = self._look(now)
             due = due or is_time
-            if self._ranks.size > 1:
-                self._look_at = step + max(1, min(1000, int(_LOOK_SECONDS / max(seconds, 1e-6))))
         if stops:
             self.save(step, **what)
             self.close(raises=False)
@@ -250,11 +254,8 @@ class TrainingCheckpoints:
             self.save(step, **what)
         return due
 
-    def _look(self, step: int) -> tuple[float, bool, float]:
-        """What all ranks agree on: why to stop, 0 if not; whether to save; how many seconds a step takes."""
-        last, at = self._looked
-        now = time.monotonic()
-        self._looked = step, now
+    def _look(self, now: float) -> tuple[float, bool]:
+        """What all ranks agree on: why to stop, 0 if not; whether to save; and after how many steps to look again."""
         stops = 0.0
         if self._preemption is not None:
             self._preemption.stop_before(self._time_ends, 2 * self._write_seconds + _MARGIN_SECONDS)
@@ -263,11 +264,14 @@ class TrainingCheckpoints:
                 stops = _SIGNAL
             elif cause:
                 stops = _OTHER
-        seconds = (now - at) / max(1, step - last)
         interval = self._interval()
         is_time = interval is not None and now - self._saved_at >= interval
-        all_stop, all_save, busy, slowest = self._ranks.highest([stops, is_time, self._writing.is_running, seconds])
-        return all_stop, bool(all_save and not busy), slowest
+        own = [stops, is_time, self._writing.is_running, self._longest_step]
+        all_stop, all_save, busy, slowest = self._ranks.highest(own)
+        self._longest_step = 0.0
+        if self._ranks.size > 1:
+            self._look_after = int(min(_LOOK_STEPS, _LOOK_SECONDS / max(slowest, 1e-6)))
+        return all_stop, bool(all_save and not busy)
 
     def _interval(self) -> float | None:
         if self._every_seconds != "auto":
@@ -523,12 +527,11 @@ class TrainingCheckpoints:
                 return None
             name, passed = chosen
             self._rollbacks = name.rollbacks
-            self._look_at = 0
             self._last_step = name.step
             self._load(name, reader, states)
             if loader is not None:
                 self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain), name.step)
-            self._saved_at = time.monotonic()
+            self._begin_counting()
             self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
         finally:
             if not self._has_claimed:
@@ -537,6 +540,11 @@ class TrainingCheckpoints:
             at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
+
+    def _begin_counting(self) -> None:
+        """The next step is the first one after what took its time."""
+        self._look_after = 0
+        self._saved_at = self._stepped_at = time.monotonic()
 
     def _note(self, event: str, name: StepName, **others: object) -> None:
         if self._steps.is_locked:
@@ -722,7 +730,6 @@ class TrainingCheckpoints:
             own = _input_state(loader)
         inputs = self._ranks.gather(own)
         self._rollbacks += 1
-        self._look_at = 0
         self._last_step = old.step
         new = StepName(self._rollbacks, old.step)
         if self._is_owner:
@@ -733,7 +740,7 @@ class TrainingCheckpoints:
                 self._uploading.start(self._upload)
         self._ranks.gather(None)
         self._note("rolled back", new, to=old.step, skipped_input=skip_input)
-        self._saved_at = time.monotonic()
+        self._begin_counting()
         return old.step
 
     def _copy(self, old: StepName, new: StepName, changed: dict[str, Any]) -> None:

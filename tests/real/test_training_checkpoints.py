@@ -832,3 +832,27 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(documents: str, tmp_path: Pa
     assert [batch for _, batch in losses_of(run).values()] == [
         batch for _, batch in losses_of(tmp_path / "undisturbed").values()
     ]
+
+
+def test_ranks_that_restored_a_late_step_answer_a_signal_soon(documents: str, tmp_path: Path, ranks: Ranks) -> None:
+    run, late = tmp_path / "run", 100_000
+    ranks.run(2, documents, run, late + 5, FIRST=str(late))
+    processes = ranks.start(2, documents, run, late + 1000, SLEEP="0.3", EVERY="1000")
+    until(lambda: max(losses_of(run)) > late + 7)
+    os.kill(processes[0].pid, signal.SIGTERM)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 128 + signal.SIGTERM
+    assert checkpoints(run).restore_latest() == max(losses_of(run)) <= late + 15
+
+
+def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit), checkpoints(tmp_path, every_steps=10**6) as saved:
+        monkeypatch.setattr(saved._ranks, "size", 2)
+        for step in range(1, 2000):
+            saved.maybe_save(step)
+            if step == 1500:
+                signal.raise_signal(signal.SIGTERM)
+    assert checkpoints(tmp_path).restore_latest() <= 1500 + 32

@@ -83,7 +83,6 @@ class TrainingCheckpoints:
         only_plain: restore tensors and plain values only. False: any object, which runs code that a file names.
 
     Attributes:
-        epoch: the epoch with which the loop goes on, after a step was restored.
         metrics: those of the restored step.
 
     Raises:
@@ -132,7 +131,8 @@ class TrainingCheckpoints:
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
-        self.epoch = 0
+        self._epoch: int | None = 0
+        self._told_epoch: int | None = None
         self.metrics = dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
@@ -158,6 +158,18 @@ class TrainingCheckpoints:
     def failure(self) -> Exception | None:
         """Why the latest save is not on the disk, or not in the remote; None: it is."""
         return self._not_saved or self._not_copied
+
+    @property
+    def epoch(self) -> int:
+        """The epoch with which the loop goes on, after a step was restored.
+
+        Raises:
+            ConfigError: the step was saved without its epoch.
+        """
+        if self._epoch is None:
+            name = StepName(self._rollbacks, self._last_step)
+            raise ConfigError(f"{name} was saved without its epoch: give maybe_save and save epoch=, or count steps.")
+        return self._epoch
 
     # the block ----------------------------------------------------------------------------------------------------
 
@@ -285,6 +297,7 @@ class TrainingCheckpoints:
         step: int,
         *,
         loader: Any = None,
+        epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
         writer: Writer | None = None,
         **states: Any,
@@ -294,6 +307,7 @@ class TrainingCheckpoints:
         Args:
             step: how many steps the training has made.
             loader: the rank's own; anything with ``state_dict``, as a StatefulDataLoader.
+            epoch: the number of this epoch, if the loader reads no dataset of ours, which know it.
             metrics: numbers to choose the best step by.
             writer: called in each rank with a folder, to which it writes what saves itself, such as
                 ``torch.distributed.checkpoint``. It is not asynchronous.
@@ -323,13 +337,14 @@ class TrainingCheckpoints:
         self._writing.join()
         name = StepName(self._rollbacks, step)
         self._last_step = step
+        self._told_epoch = epoch
         try:
             self._claim()
         except StorageFailed as error:  # of all ranks
             self._failed(name, error)
             return
         staging = self._steps.folder / f".saving-{name}"
-        own = random_state(), _input_state(loader)
+        own = random_state(), self._input_state(loader)
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
@@ -338,7 +353,8 @@ class TrainingCheckpoints:
         contents = {_RANDOM: [each for each, _ in gathered], _INPUT: [each for _, each in gathered]}
         for key, state in states.items():
             contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
-        self._warn_of_metrics(numbers)
+        if self._is_owner and not self._manifests:
+            self._warn_of_first(numbers, own[1])
         self._hand_over(name, contents, numbers, began)
 
     def _hand_over(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], began: float) -> None:
@@ -369,10 +385,22 @@ class TrainingCheckpoints:
             )
         return step
 
-    def _warn_of_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Of the first step, if no best one can be found by its metrics."""
-        if metrics and self._keep_best and self._best not in metrics and not self._manifests and self._is_owner:
+    def _warn_of_first(self, metrics: Mapping[str, float], input_state: dict[str, Any] | None) -> None:
+        """Says what a step lacks that may be looked for later."""
+        if metrics and self._keep_best and self._best not in metrics:
             logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
+        if input_state is not None and input_state["epoch"] is None:
+            logger.warning("The loader does not tell its epoch: give maybe_save and save epoch=, or count steps.")
+
+    def _input_state(self, loader: Any) -> dict[str, Any] | None:
+        from datatrove_ckpt.torch.dataset import epoch_of
+
+        if loader is None:
+            return None
+        epoch = epoch_of(loader)
+        if epoch is None:
+            epoch = self._told_epoch
+        return {"epoch": epoch, "loader": loader.state_dict()}
 
     def _claim(self) -> None:
         """Before the first save or rollback: a later restart would take steps of another training for this one's."""
@@ -529,8 +557,7 @@ class TrainingCheckpoints:
             self._rollbacks = name.rollbacks
             self._last_step = name.step
             self._load(name, reader, states)
-            if loader is not None:
-                self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain), name.step)
+            self._load_input(loader, name)
             self._begin_counting()
             self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
         finally:
@@ -654,23 +681,27 @@ class TrainingCheckpoints:
             seed = xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode())
             inner.generator = torch.Generator().manual_seed(seed >> 1)
 
-    def _load_input(self, loader: Any, found: list[Any], step: int) -> None:
-        self._seed(loader, step)
+    def _load_input(self, loader: Any, name: StepName) -> None:
         from datatrove_ckpt.torch.dataset import ReaderDataset, restore
         from datatrove_ckpt.torch.stateful import StatefulWrapper
 
+        if loader is None:
+            return
+        self._seed(loader, name.step)
+        found = self._steps.load(name, _INPUT, self._only_plain)
         if None in found:
-            raise ConfigError("The step was saved without a loader.")
-        epochs = [each["epoch"] for each in found]
+            raise ConfigError(f"{name} was saved without a loader.")
+        self._epoch = found[0]["epoch"]
         states = [each["loader"] for each in found]
         if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
-            self.epoch = restore(loader, states)
+            self._epoch = restore(loader, states)
         elif len(found) == self._ranks.size:
             own = states[self._ranks.rank]
-            ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
-            self.epoch = (epochs[0] or 0) + ended
-            if not ended:
+            has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
+            if not has_ended:
                 loader.load_state_dict(own)
+            elif self._epoch is not None:
+                self._epoch += 1
         else:
             raise ConfigError(
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the input of a "
@@ -724,10 +755,10 @@ class TrainingCheckpoints:
         old, _ = chosen
         self._load(old, reader, states)
         if loader is not None and not skip_input:
-            self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain), old.step)
+            self._load_input(loader, old)
         own = None
         if skip_input:
-            own = _input_state(loader)
+            own = self._input_state(loader)
         inputs = self._ranks.gather(own)
         self._rollbacks += 1
         self._last_step = old.step
@@ -752,14 +783,6 @@ class TrainingCheckpoints:
             if name.rollbacks < new.rollbacks and name.step > new.step:
                 self._steps.remove(name)
                 self._manifests.pop(name, None)
-
-
-def _input_state(loader: Any) -> dict[str, Any] | None:
-    from datatrove_ckpt.torch.dataset import epoch_of
-
-    if loader is None:
-        return None
-    return {"epoch": epoch_of(loader), "loader": loader.state_dict()}
 
 
 class _Task:

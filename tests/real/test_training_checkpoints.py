@@ -340,6 +340,52 @@ def test_a_wrapped_loader_goes_on_in_its_epoch(documents: str, tmp_path: Path, s
     assert losses == trained(documents, tmp_path / "undisturbed")
 
 
+class Numbered(torch.utils.data.Dataset[int]):
+    """Ten batches of five, of a dataset that is not ours."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+def loops_over_numbers(run: Path, workers: int, stop: int, **named: Any) -> list[tuple[int, list[int]]]:
+    loader = StatefulDataLoader(
+        Numbered(), batch_size=5, num_workers=workers, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    seen = []
+    with checkpoints(run, every_steps=1) as saved:
+        step = saved.restore_latest(loader=loader) or 0
+        for epoch in range(saved.epoch, 3):
+            for batch in loader:
+                seen.append((epoch, batch.tolist()))
+                step += 1
+                saved.maybe_save(step, loader=loader, **({"epoch": epoch} if not named else named))
+                if step == stop:
+                    return seen
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path: Path, workers: int) -> None:
+    for stop in (9, 10, 14, 20, 30):
+        batches = loops_over_numbers(tmp_path / str(stop), workers, stop)
+        batches += loops_over_numbers(tmp_path / str(stop), workers, 0)
+        assert [epoch for epoch, _ in batches] == [epoch for epoch in range(3) for _ in range(10)], stop
+        for epoch in range(3):
+            seen = [number for at, numbers in batches if at == epoch for number in numbers]
+            assert sorted(seen) == list(range(50)), (stop, epoch)
+
+
+def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path: Path, log: list[str]) -> None:
+    loops_over_numbers(tmp_path, 0, 14, epoch=None)
+    assert [line for line in log if "give maybe_save and save epoch=" in line] == log
+    assert len(log) == 1
+    with pytest.raises(ConfigError, match=r"step-00000014 was saved without its epoch.*epoch="):
+        loops_over_numbers(tmp_path, 0, 20)
+
+
 def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path: Path, log: list[str]) -> None:
     model = nn.Linear(2, 2)
     with checkpoints(tmp_path) as saved:

@@ -49,6 +49,7 @@ from datatrove_ckpt.retrying import READING, failure_line
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
+from datatrove_ckpt.torch.workers import keep_workers
 
 Writer = Callable[[Path], object]
 
@@ -548,6 +549,7 @@ class TrainingCheckpoints:
             ConfigError: the step holds no such state, or the state does not fit what is to be restored.
         """
         began = time.monotonic()
+        keep_workers(loader)
         try:
             chosen = self._choose(lambda name: True)
             if chosen is None:
@@ -687,6 +689,7 @@ class TrainingCheckpoints:
 
         if loader is None:
             return
+        keep_workers(loader)
         self._seed(loader, name.step)
         found = self._steps.load(name, _INPUT, self._only_plain)
         if None in found:

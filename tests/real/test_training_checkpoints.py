@@ -10,9 +10,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -902,3 +905,59 @@ def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(
             if step == 1500:
                 signal.raise_signal(signal.SIGTERM)
     assert checkpoints(tmp_path).restore_latest() <= 1500 + 32
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "number", "start"),
+    [
+        (1, 1, signal.SIGTERM, "fork"),
+        (2, 4, signal.SIGTERM, "fork"),
+        (1, 4, signal.SIGINT, "spawn"),
+        *(
+            pytest.param(ranks, workers, number, start, marks=pytest.mark.full)
+            for ranks in (1, 2)
+            for workers in (0, 1, 4)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            for start in ("fork", "forkserver")
+        ),
+    ],
+)
+def test_a_signal_to_all_processes_saves_and_ends_soon(
+    documents: str, tmp_path: Path, ranks: int, workers: int, number: signal.Signals, start: str
+) -> None:
+    """As torchrun, Slurm and a terminal send it: the workers of loaders get it, too."""
+    run = tmp_path / "run"
+    run.mkdir()
+    variables = {"SLEEP": "0.2", "EVERY": "1000", "WORKERS": str(workers), "START": start}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*command, "-m", "tests.real.train", documents, str(run), "1000"],
+        env={**os.environ, **variables},
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(lambda: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > 6)  # in the second epoch
+        signalled = time.monotonic()
+        for each in reversed(processes_below(process.pid)):
+            os.kill(each, number)
+        _, said = process.communicate(timeout=60)
+        assert time.monotonic() - signalled < 15
+        assert f"is saved ({number.name})" in said
+        assert process.returncode != 0
+        assert checkpoints(run).restore_latest() == max(losses_of(run)) < 100
+    finally:
+        for each in processes_below(process.pid):
+            os.kill(each, signal.SIGKILL)
+
+
+def processes_below(pid: int) -> list[int]:
+    """The process, its children, and theirs."""
+    found = [pid]
+    for each in found:
+        with suppress(FileNotFoundError):
+            for children in Path(f"/proc/{each}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
+    return found

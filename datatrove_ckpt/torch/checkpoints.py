@@ -21,12 +21,16 @@ the signal would have ended the process.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import os
+import re
+import shutil
 import signal
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -42,10 +46,12 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
 from datatrove_ckpt.retrying import READING, failure_line
+from datatrove_ckpt.torch import sharded
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
@@ -127,6 +133,8 @@ class TrainingCheckpoints:
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._ranks = Ranks()
+        if remote is not None:
+            check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
         self._steps.make()
         owner = self._ranks.owner(self._steps.folder)
@@ -154,6 +162,7 @@ class TrainingCheckpoints:
         self._stepped_at = time.monotonic()
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
+        _not_left.add(self)
 
     @property
     def failure(self) -> Exception | None:
@@ -188,6 +197,7 @@ class TrainingCheckpoints:
             if self._preemption is None or not self._preemption.shutdown.is_fast:
                 self.close(raises=error is None)
         finally:
+            _not_left.discard(self)
             preemption = self._preemption
             self._preemption = None
             assert preemption is not None
@@ -207,6 +217,11 @@ class TrainingCheckpoints:
         self._has_claimed = False
         if raises and self.failure is not None:
             raise self.failure
+
+    def _close_at_exit(self) -> None:
+        if self._writing.is_running or self._uploading.is_running:
+            logger.warning("TrainingCheckpoints is not used in a with block: the end waits for its last save.")
+            self.close(raises=False)
 
     def _wait_for_copy(self) -> bool:
         """Whether the copy under way has ended. A signal that comes meanwhile ends the wait."""
@@ -310,15 +325,16 @@ class TrainingCheckpoints:
             loader: the rank's own; anything with ``state_dict``, as a StatefulDataLoader.
             epoch: the number of this epoch, if the loader reads no dataset of ours, which know it.
             metrics: numbers to choose the best step by.
-            writer: called in each rank with a folder, to which it writes what saves itself, such as
-                ``torch.distributed.checkpoint``. It is not asynchronous.
-            states: what has a ``state_dict`` that is the same in all ranks, as that of DDP's model.
+            writer: called in each rank with a folder, to which it writes what saves itself. It is not asynchronous.
+            states: what has a ``state_dict`` that is the same in all ranks, as that of DDP's model; or of which each
+                rank has a part, as those of FSDP2 (``fully_shard``). Such parts are not written asynchronously.
 
         A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
 
         Raises:
-            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; the
-                step is before the last one; or folder or remote hold steps, and nothing was restored.
+            ConfigError: a state has no ``state_dict``, or one that differs between ranks or holds what no restore
+                takes; there is a writer or FSDP, and nodes have folders of their own; the step is before the last one;
+                or folder or remote hold steps, and nothing was restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
@@ -326,10 +342,12 @@ class TrainingCheckpoints:
         if loader is not None:
             stateful["loader"] = loader
         for key, state in stateful.items():
+            _check_name(key)
             if not hasattr(state, "state_dict"):
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
-        if writer is not None and not self._is_shared:
-            raise ConfigError("save: a writer needs a folder that all nodes share.")
+        parts = {key for key, state in states.items() if sharded.is_sharded(state)}
+        if (writer is not None or parts) and not self._is_shared:
+            raise ConfigError("save: a writer, or a state of FSDP, needs a folder that all nodes share.")
         step = self._checked_step(step)
         try:
             numbers = {key: float(value) for key, value in (metrics or {}).items()}
@@ -346,14 +364,29 @@ class TrainingCheckpoints:
             return
         staging = self._steps.folder / f".saving-{name}"
         own = random_state(), self._input_state(loader)
+        together = {key: sharded.state_of(key, states) for key in states if key in parts}
+        alike = {key: state.state_dict() for key, state in states.items() if key not in parts}
+        shapes = {key: sharded.shapes(content) for key, content in alike.items()}
+        gathered = self._ranks.gather((own, shapes, self._not_plain({"loader": own[1]} | alike | together)))
+        for _, others, problem in gathered:
+            if problem:
+                raise ConfigError(
+                    f"save: {problem}: no restore would take it, as such a file may run any code. Save plain values "
+                    "and tensors, or set only_plain=False."
+                )
+            for key in others.keys() | shapes.keys():
+                if others.get(key) != shapes.get(key):
+                    raise ConfigError(f"save: {key} differs between the ranks. Give what belongs to one to a writer.")
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
             return
-        gathered = self._ranks.gather(own)
-        contents = {_RANDOM: [each for each, _ in gathered], _INPUT: [each for _, each in gathered]}
-        for key, state in states.items():
-            contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
+        for key, content in together.items():
+            folder = staging / "states" / key
+            if not self._agree(partial(sharded.save, content, folder, self._ranks.group), name):
+                return
+        contents: dict[str, Any] = {f"states/{key}.pt": content for key, content in alike.items()}
+        contents |= {_RANDOM: [each[0] for each, _, _ in gathered], _INPUT: [each[1] for each, _, _ in gathered]}
         if self._is_owner and not self._manifests:
             self._warn_of_first(numbers, own[1])
         self._hand_over(name, contents, numbers, began)
@@ -374,6 +407,11 @@ class TrainingCheckpoints:
         self._pause = time.monotonic() - began
         self._saved_at = time.monotonic()
         self._writing.start(self._write, name, contents, metrics, self._pause)
+
+    def _not_plain(self, contents: Mapping[str, Any]) -> str:
+        if not self._only_plain:
+            return ""
+        return next(filter(None, (sharded.not_plain(content, key) for key, content in contents.items())), "")
 
     def _checked_step(self, step: int) -> int:
         if not hasattr(step, "__index__") or index(step) < 0:
@@ -461,6 +499,7 @@ class TrainingCheckpoints:
     def _write(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], pause: float) -> None:
         began = time.monotonic()
         try:
+            self._make_room(name, metrics)
             manifest = self._steps.finish(name, contents, metrics)
             self._write_seconds = time.monotonic() - began
             self._manifests[name] = manifest
@@ -468,20 +507,24 @@ class TrainingCheckpoints:
             seconds = {"pause_seconds": pause, "write_seconds": self._write_seconds}
             self._steps.note(event="saved", step=name.step, rollbacks=name.rollbacks, bytes=size, **seconds)
             self._not_saved = None
-            if self._only_plain:
-                self._steps.check_plain(name)
-            self._remove_old()
-        except ConfigError as error:
-            self._not_saved = error
-            logger.error(str(error))
+            self._remove_old(self._manifests)
         except Exception as error:
             self._failed(name, error)
             return
         if self._copies and not self._uploading.is_running:
             self._uploading.start(self._upload)
 
-    def _remove_old(self) -> None:
-        kept = self._kept(self._manifests) | {self._copied}
+    def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
+        """Removes what goes after this save before it, if there is no room for one more. The newest step stays."""
+        if not self._manifests:
+            return
+        newest = max(self._manifests)
+        size = sum(size for size, _ in self._manifests[newest]["files"].values())
+        if shutil.disk_usage(self._steps.folder).free < size:
+            self._remove_old({**self._manifests, name: {"metrics": metrics}}, newest)
+
+    def _remove_old(self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None) -> None:
+        kept = self._kept(manifests) | {self._copied, newest}
         for name in [name for name in self._manifests if name not in kept]:
             self._steps.remove(name)
             del self._manifests[name]
@@ -549,6 +592,8 @@ class TrainingCheckpoints:
             ConfigError: the step holds no such state, or the state does not fit what is to be restored.
         """
         began = time.monotonic()
+        for key in states:
+            _check_name(key)
         keep_workers(loader)
         try:
             chosen = self._choose(lambda name: True)
@@ -584,13 +629,20 @@ class TrainingCheckpoints:
         """The step that all folders have whole, and the newer ones that are not. None: nothing was ever saved."""
         self._writing.join()
         self._has_looked = True
-        here = []
+        here: list[StepName] | CkptError = []
         if self._is_owner:
             with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
                 self._steps.lock()
-            here = self._names()
+            try:
+                here = self._names()
+            except CkptError as error:
+                here = error
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")  # of rank 0's folder
-        names = sorted({name for each in self._ranks.gather(here) for name in each if is_wanted(name)})
+        found = self._ranks.gather(here)
+        for each in found:
+            if isinstance(each, CkptError):
+                raise each
+        names = sorted({name for each in found for name in each if is_wanted(name)})
         if best:
             names = self._ranks.gather(self._by_metric(self._manifests)[::-1])[0]
         passed: list[str] = []
@@ -621,9 +673,13 @@ class TrainingCheckpoints:
         try:
             return sorted({*names, *self._steps.remote_names()})
         except Exception as error:
-            if not names:
+            if not names and isinstance(error, CkptError):
                 raise
-            logger.warning(f"The remote is not looked at: {error}")
+            assert self._steps.store is not None
+            why = f"{self._steps.store.url} cannot be listed: {failure_line(error)}."
+            if not names:
+                raise StorageFailed(why) from error
+            logger.warning(why)
             return names
 
     def _damage(self, name: StepName) -> str | Exception | None:
@@ -653,16 +709,24 @@ class TrainingCheckpoints:
         return None
 
     def _load(self, name: StepName, reader: Writer | None, states: Mapping[str, Any]) -> None:
+        saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
         for key, state in states.items():
-            found = self._steps.load(name, f"states/{key}.pt", self._only_plain)
+            folder = f"states/{key}"
+            is_whole = f"{folder}/{sharded.METADATA}" not in saved
+            if is_whole:
+                found = self._steps.load(name, f"{folder}.pt", self._only_plain)
             try:
-                state.load_state_dict(found)
+                if is_whole:
+                    state.load_state_dict(found)
+                else:
+                    sharded.load(
+                        key, states, self._steps.folder / str(name) / folder, self._ranks.group, self._only_plain
+                    )
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
-        left = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
-        left -= {f"states/{key}.pt" for key in states}
+        left = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
         if left and self._ranks.rank == 0:
-            keys = ", ".join(sorted(Path(file).stem for file in left))
+            keys = ", ".join(sorted(left))
             logger.warning(f"{name} also holds {keys}: not restored, as restore_latest and rollback were not given it.")
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
@@ -756,20 +820,25 @@ class TrainingCheckpoints:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
         old, _ = chosen
-        self._load(old, reader, states)
-        if loader is not None and not skip_input:
-            self._load_input(loader, old)
+        new = StepName(self._rollbacks + 1, old.step)
         own = None
         if skip_input:
             own = self._input_state(loader)
         inputs = self._ranks.gather(own)
+        changed = {} if own is None else {_INPUT: inputs}
+        # What may fail comes before the model changes, and what others see after it.
+        if not self._agree(lambda: self._copy(old, new, changed) if self._is_owner else None, new):
+            assert self._not_saved is not None
+            raise self._not_saved
+        self._load(old, reader, states)
+        if loader is not None and not skip_input:
+            self._load_input(loader, old)
+        self._ranks.gather(None)
         self._rollbacks += 1
         self._last_step = old.step
-        new = StepName(self._rollbacks, old.step)
         if self._is_owner:
             self._uploading.join()
-            changed = {} if own is None else {_INPUT: inputs}
-            self._copy(old, new, changed)
+            self._replace_newer(new)
             if self._copies:
                 self._uploading.start(self._upload)
         self._ranks.gather(None)
@@ -780,12 +849,31 @@ class TrainingCheckpoints:
     def _copy(self, old: StepName, new: StepName, changed: dict[str, Any]) -> None:
         self._steps.begin(new)
         source = self._steps.folder / str(old)
-        contents: dict[str, Any] = {file: blocks(source / file) for file in self._steps.manifest(old)["files"]}
-        self._manifests[new] = self._steps.finish(new, contents | changed, self.metrics)
+        manifest = self._steps.manifest(old)
+        contents: dict[str, Any] = {file: blocks(source / file) for file in manifest["files"]}
+        self._steps.write(new, contents | changed, manifest["metrics"])
+
+    def _replace_newer(self, new: StepName) -> None:
+        self._manifests[new] = self._steps.publish(new)
         for name in self._steps.names():
             if name.rollbacks < new.rollbacks and name.step > new.step:
                 self._steps.remove(name)
                 self._manifests.pop(name, None)
+
+
+_not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Else the threads of the last save end with the process."""
+    for each in list(_not_left):
+        each._close_at_exit()
+
+
+def _check_name(key: str) -> None:
+    if not re.fullmatch(r"\w[\w.-]*", key):
+        raise ConfigError(f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first no '.'.")
 
 
 class _Task:

@@ -1,8 +1,8 @@
 """Workers of a loader outlive a signal that all processes got: their loop saves after the step, and then ends them.
 
 torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the loader raises in the
-process of the training before it can save. Here they ignore it, until that process ends. As they ignore what
-``terminate`` sends as well, on which multiprocessing waits at the exit, a thread of each worker looks whether it may go.
+process of the training before it can save. Here they ignore it, until that process ends. They ignore what ``terminate``
+sends, too, and multiprocessing waits for them at the exit: so a thread of each worker looks whether it may go.
 """
 
 from __future__ import annotations

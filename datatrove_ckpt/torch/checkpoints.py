@@ -51,8 +51,8 @@ from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
 from datatrove_ckpt.retrying import READING, failure_line
-from datatrove_ckpt.torch import sharded
 from datatrove_ckpt.torch.ranks import Ranks
+from datatrove_ckpt.torch.sharded import METADATA, contents_of, load_parts, not_plain, save_parts, shapes
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
 from datatrove_ckpt.torch.workers import keep_workers
@@ -345,9 +345,6 @@ class TrainingCheckpoints:
             _check_name(key)
             if not hasattr(state, "state_dict"):
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
-        parts = {key for key, state in states.items() if sharded.is_sharded(state)}
-        if (writer is not None or parts) and not self._is_shared:
-            raise ConfigError("save: a writer, or a state of FSDP, needs a folder that all nodes share.")
         step = self._checked_step(step)
         try:
             numbers = {key: float(value) for key, value in (metrics or {}).items()}
@@ -364,18 +361,19 @@ class TrainingCheckpoints:
             return
         staging = self._steps.folder / f".saving-{name}"
         own = random_state(), self._input_state(loader)
-        together = {key: sharded.state_of(key, states) for key in states if key in parts}
-        alike = {key: state.state_dict() for key, state in states.items() if key not in parts}
-        shapes = {key: sharded.shapes(content) for key, content in alike.items()}
-        gathered = self._ranks.gather((own, shapes, self._not_plain({"loader": own[1]} | alike | together)))
+        alike, together = contents_of(states)
+        if (writer is not None or together) and not self._is_shared:
+            raise ConfigError("save: a writer, or a state of FSDP, needs a folder that all nodes share.")
+        own_shapes = {key: shapes(content) for key, content in alike.items()}
+        gathered = self._ranks.gather((own, own_shapes, self._not_plain({"loader": own[1]} | alike | together)))
         for _, others, problem in gathered:
             if problem:
                 raise ConfigError(
                     f"save: {problem}: no restore would take it, as such a file may run any code. Save plain values "
                     "and tensors, or set only_plain=False."
                 )
-            for key in others.keys() | shapes.keys():
-                if others.get(key) != shapes.get(key):
+            for key in others.keys() | own_shapes.keys():
+                if others.get(key) != own_shapes.get(key):
                     raise ConfigError(f"save: {key} differs between the ranks. Give what belongs to one to a writer.")
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
@@ -383,7 +381,7 @@ class TrainingCheckpoints:
             return
         for key, content in together.items():
             folder = staging / "states" / key
-            if not self._agree(partial(sharded.save, content, folder, self._ranks.group), name):
+            if not self._agree(partial(save_parts, content, folder, self._ranks.group), name):
                 return
         contents: dict[str, Any] = {f"states/{key}.pt": content for key, content in alike.items()}
         contents |= {_RANDOM: [each[0] for each, _, _ in gathered], _INPUT: [each[1] for each, _, _ in gathered]}
@@ -411,7 +409,7 @@ class TrainingCheckpoints:
     def _not_plain(self, contents: Mapping[str, Any]) -> str:
         if not self._only_plain:
             return ""
-        return next(filter(None, (sharded.not_plain(content, key) for key, content in contents.items())), "")
+        return next(filter(None, (not_plain(content, key) for key, content in contents.items())), "")
 
     def _checked_step(self, step: int) -> int:
         if not hasattr(step, "__index__") or index(step) < 0:
@@ -712,14 +710,14 @@ class TrainingCheckpoints:
         saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
         for key, state in states.items():
             folder = f"states/{key}"
-            is_whole = f"{folder}/{sharded.METADATA}" not in saved
+            is_whole = f"{folder}/{METADATA}" not in saved
             if is_whole:
                 found = self._steps.load(name, f"{folder}.pt", self._only_plain)
             try:
                 if is_whole:
                     state.load_state_dict(found)
                 else:
-                    sharded.load(
+                    load_parts(
                         key, states, self._steps.folder / str(name) / folder, self._ranks.group, self._only_plain
                     )
             except Exception as error:
@@ -839,6 +837,7 @@ class TrainingCheckpoints:
         if self._is_owner:
             self._uploading.join()
             self._replace_newer(new)
+            self._not_saved = None
             if self._copies:
                 self._uploading.start(self._upload)
         self._ranks.gather(None)

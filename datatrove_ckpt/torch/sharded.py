@@ -25,22 +25,30 @@ METADATA = ".metadata"
 _PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
 
 
-def is_sharded(state: Any) -> bool:
-    """Whether each rank has a part.
+def contents_of(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the states hold: those that are alike in all ranks, and those of which each rank has a part.
 
     Raises:
-        ConfigError: it is FSDP1's, whose state differs with its settings.
+        ConfigError: one is FSDP1's, whose state differs with its settings; or the model of an optimizer is missing.
     """
-    if isinstance(state, nn.Module):
+    alike = {}
+    parts = {}
+    for key, state in states.items():
         fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in state.modules()):
-            raise ConfigError(
-                "save: FullyShardedDataParallel's states are not saved. Use fully_shard (FSDP2), or give a writer."
-            )
-        return any(map(_is_part, [*state.parameters(), *state.buffers()]))
-    if isinstance(state, Optimizer):
-        return any(_is_part(each) for group in state.param_groups for each in group["params"])
-    return any(_is_part(leaf) for _, leaf in leaves(state.state_dict(), ""))
+        if isinstance(state, nn.Module):
+            if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in state.modules()):
+                raise ConfigError(f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer.")
+            found = [*state.parameters(), *state.buffers()]
+        elif isinstance(state, Optimizer):
+            found = [each for group in state.param_groups for each in group["params"]]
+        else:
+            alike[key] = state.state_dict()
+            found = [leaf for _, leaf in leaves(alike[key], "")]
+        if any(map(_is_part, found)):
+            parts[key] = alike.pop(key, None) or state_of(key, states)
+        elif key not in alike:
+            alike[key] = state.state_dict()
+    return alike, parts
 
 
 def _is_part(value: object) -> bool:
@@ -68,7 +76,7 @@ def _model_of(key: str, states: Mapping[str, Any]) -> nn.Module:
     raise ConfigError(f"{key} needs its model beside it: parameters of FSDP have their names from there.")
 
 
-def save(content: Any, folder: Path, group: Any) -> None:
+def save_parts(content: Any, folder: Path, group: Any) -> None:
     """Writes it to the folder. In all ranks of the group; None: there is one rank."""
     import torch.distributed.checkpoint as dcp
 
@@ -76,7 +84,7 @@ def save(content: Any, folder: Path, group: Any) -> None:
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-def load(key: str, states: Mapping[str, Any], folder: Path, group: Any, only_plain: bool) -> None:
+def load_parts(key: str, states: Mapping[str, Any], folder: Path, group: Any, only_plain: bool) -> None:
     """Gives the object its state. In all ranks of the group."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict

@@ -471,7 +471,7 @@ def test_a_state_that_no_restore_would_take_ends_the_first_save(tmp_path: Path, 
         with pytest.raises(ConfigError, match=r"custom/path holds pathlib\.PosixPath"):
             saved.save(2, custom=Custom())
         group = SimpleNamespace(state_dict=lambda: {"groups": [{"lr": np.float64(0.1)}]})
-        with pytest.raises(ConfigError, match=r"group/groups/0/lr holds numpy.*float\(\)"):
+        with pytest.raises(ConfigError, match="group/groups/0/lr holds numpy"):
             saved.save(2, group=group)
         with pytest.raises(ConfigError, match=r"group/key holds what cannot be pickled"):
             saved.save(2, group=SimpleNamespace(state_dict=lambda: {"key": lambda: None}))
@@ -538,20 +538,23 @@ def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(100, 100)
-    disk = Small(tmp_path, 150_000)  # three steps
+    disk = Small(tmp_path, 10**6)
     monkeypatch.setattr(files, "disk", disk)
     monkeypatch.setattr(shutil, "disk_usage", disk.usage)
     with checkpoints(tmp_path, keep_best=0) as saved:
+        saved.save(0, model=model)
+        size = 10**6 - disk.usage(tmp_path).free
+        disk.room = int(3.5 * size)
         for step in range(1, 8):
             saved.save(step, model=model)
             assert saved.failure is None, step
         left = {path.name for path in tmp_path.glob("step-*")}
         assert left == {"step-00000005", "step-00000006", "step-00000007"}
-        disk.room = 60_000
+        disk.room = size // 2
         saved.save(8, model=model)
         assert isinstance(saved.failure, StorageFailed)
         assert "step-00000007" in {path.name for path in tmp_path.glob("step-*")}
-        disk.room = 150_000
+        disk.room = 10**6
         saved.save(9, model=model)
 
 
@@ -1005,12 +1008,12 @@ def test_ranks_that_restored_a_late_step_answer_a_signal_soon(documents: str, tm
 def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit), checkpoints(tmp_path, every_steps=10**6) as saved:  # noqa: PT012 - its end raises
+    with pytest.raises(KeyboardInterrupt), checkpoints(tmp_path, every_steps=10**6) as saved:  # noqa: PT012
         monkeypatch.setattr(saved._ranks, "size", 2)
         for step in range(1, 2000):
             saved.maybe_save(step)
             if step == 1500:
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGINT)
     assert checkpoints(tmp_path).restore_latest() <= 1500 + 32
 
 

@@ -133,7 +133,7 @@ def test_what_is_missing_or_does_not_fit_is_one_message(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["--mtbf 0s", "--save-cost 2.5", "--step 2.5s", "--pipeline.1.x=1"])
+@pytest.mark.parametrize("words", ["--mtbf 0s", "--save-cost 2.5w", "--step 2.5s", "--pipeline.1.x=1"])
 def test_bad_values_are_refused(words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--save-cost", "5s", "--mtbf", "6h", *words.split()])

@@ -286,7 +286,7 @@ class TrainingCheckpoints:
         """What all ranks agree on: why to stop, 0 if not; whether to save; and after how many steps to look again."""
         stops = 0.0
         if self._preemption is not None:
-            self._preemption.stop_before(self._time_ends, 2 * self._write_seconds + _MARGIN_SECONDS)
+            self._preemption.stop_before(self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS)
             cause = self._preemption.shutdown.cause
             if cause in signal.Signals.__members__:
                 stops = _SIGNAL

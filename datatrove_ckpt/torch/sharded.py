@@ -117,13 +117,23 @@ class _Metadata(pickle.Unpickler):
     """Refuses what is not of such a file: DCP takes any pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_one = module.startswith("torch.distributed.checkpoint.") or (module, name) in _OTHERS
-        if not is_one and not isinstance(getattr(torch, name, None), torch.dtype):
+        if module == "torch":
+            is_known = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+        elif module == "torch.distributed.checkpoint.metadata":
+            found = super().find_class(module, name)
+            is_known = isinstance(found, type) and found.__module__ == module
+        else:
+            is_known = (module, name) in _OTHERS
+        if not is_known:
             raise pickle.UnpicklingError(f"it holds {module}.{name}")
         return super().find_class(module, name)
 
 
-_OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+_OTHERS = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
 
 
 # all states ------------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -33,6 +35,7 @@ from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import crash_at
 from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
+from datatrove_ckpt.torch.sharded import _Metadata
 from tests.patience import until
 from tests.real import train as script
 
@@ -1154,6 +1157,14 @@ def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path: Path, 
     assert_near(fsdp(ranks, 2, run, 4), expected)
     assert_near(fsdp(ranks, 2, run, 6, back=4), expected)
     assert {path.name for path in run.glob("step-00000004.1/states/*/__1_0.distcp")} == {"__1_0.distcp"}
+
+
+@pytest.mark.parametrize(
+    "line", [b"cos\nsystem", b"ctorch\nload", b"ctorch.distributed.checkpoint.metadata\nos.system", b"cbuiltins\neval"]
+)
+def test_a_list_of_parts_runs_no_code(line: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="it holds"):
+        _Metadata(io.BytesIO(b"\x80\x04" + line + b"\n(S'true'\ntR.")).load()
 
 
 def other_shapes(rank: int, size: int, port: int, run: str) -> None:

@@ -188,6 +188,13 @@ def parse_time(text: str) -> float:
     return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
 
 
+def parse_seconds(text: str) -> float:
+    """The same; a number alone is seconds."""
+    if text[-1:].isdigit():
+        text += "s"
+    return parse_time(text)
+
+
 # arguments -----------------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +312,7 @@ def doctor() -> None:
     _argument("FOLDER", "of a training, with history.jsonl", nargs="?"),
     _JSON,
     _argument("TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time),
-    _argument("TIME", "how long a save stops the training, such as 140s", "--save-cost", type=parse_time),
+    _argument("TIME", "how long a save stops the training, such as 140s", "--save-cost", type=parse_seconds),
 )
 def plan() -> None:
     """Print how often a training should save.

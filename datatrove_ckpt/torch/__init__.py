@@ -16,7 +16,9 @@
 
     checkpoints.py  TrainingCheckpoints: all states of a training, saved together
     steps.py        the folders of saved steps
+    sharded.py      states of which each rank has a part, and what a save looks at in the others
     snapshot.py     what a save copies while the training waits
+    workers.py      what signals do to the workers of loaders
     ranks.py        what ranks tell each other
 
 ``TrainingCheckpoints`` needs torch. It is imported at its first use, so that the rest can be used without torch.

@@ -21,12 +21,16 @@ the signal would have ended the process.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import os
+import re
+import shutil
 import signal
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -42,17 +46,21 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
 from datatrove_ckpt.retrying import READING, failure_line
 from datatrove_ckpt.torch.ranks import Ranks
+from datatrove_ckpt.torch.sharded import METADATA, contents_of, load_parts, not_plain, save_parts, shapes
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
+from datatrove_ckpt.torch.workers import keep_workers
 
 Writer = Callable[[Path], object]
 
 _LOOK_SECONDS = 0.25  # how often ranks ask each other whether to save or to stop
+_LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
@@ -82,7 +90,6 @@ class TrainingCheckpoints:
         only_plain: restore tensors and plain values only. False: any object, which runs code that a file names.
 
     Attributes:
-        epoch: the epoch with which the loop goes on, after a step was restored.
         metrics: those of the restored step.
 
     Raises:
@@ -126,12 +133,15 @@ class TrainingCheckpoints:
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._ranks = Ranks()
+        if remote is not None:
+            check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
         self._steps.make()
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
-        self.epoch = 0
+        self._epoch: int | None = 0
+        self._told_epoch: int | None = None
         self.metrics = dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
@@ -147,15 +157,29 @@ class TrainingCheckpoints:
         self._saved_at = time.monotonic()
         self._has_looked = self._has_claimed = False
         self._last_step = 0
-        self._look_at = 0
-        self._looked = (0, time.monotonic())
+        self._look_after = 0
+        self._longest_step = 0.0
+        self._stepped_at = time.monotonic()
         self._preemption: Preemption | None = None
         self._time_ends: float | None = None
+        _not_left.add(self)
 
     @property
     def failure(self) -> Exception | None:
         """Why the latest save is not on the disk, or not in the remote; None: it is."""
         return self._not_saved or self._not_copied
+
+    @property
+    def epoch(self) -> int:
+        """The epoch with which the loop goes on, after a step was restored.
+
+        Raises:
+            ConfigError: the step was saved without its epoch.
+        """
+        if self._epoch is None:
+            name = StepName(self._rollbacks, self._last_step)
+            raise ConfigError(f"{name} was saved without its epoch: give maybe_save and save epoch=, or count steps.")
+        return self._epoch
 
     # the block ----------------------------------------------------------------------------------------------------
 
@@ -173,6 +197,7 @@ class TrainingCheckpoints:
             if self._preemption is None or not self._preemption.shutdown.is_fast:
                 self.close(raises=error is None)
         finally:
+            _not_left.discard(self)
             preemption = self._preemption
             self._preemption = None
             assert preemption is not None
@@ -192,6 +217,11 @@ class TrainingCheckpoints:
         self._has_claimed = False
         if raises and self.failure is not None:
             raise self.failure
+
+    def _close_at_exit(self) -> None:
+        if self._writing.is_running or self._uploading.is_running:
+            logger.warning("TrainingCheckpoints is not used in a with block: the end waits for its last save.")
+            self.close(raises=False)
 
     def _wait_for_copy(self) -> bool:
         """Whether the copy under way has ended. A signal that comes meanwhile ends the wait."""
@@ -227,12 +257,14 @@ class TrainingCheckpoints:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
         due = self._every_steps is not None and step % self._every_steps == 0
+        now = time.monotonic()
+        self._longest_step = max(self._longest_step, now - self._stepped_at)
+        self._stepped_at = now
         stops = 0.0
-        if step >= self._look_at:
-            stops, is_time, seconds = self._look(step)
+        self._look_after -= 1
+        if self._look_after <= 0:
+            stops, is_time = self._look(now)
             due = due or is_time
-            if self._ranks.size > 1:
-                self._look_at = step + max(1, min(1000, int(_LOOK_SECONDS / max(seconds, 1e-6))))
         if stops:
             self.save(step, **what)
             self.close(raises=False)
@@ -250,24 +282,24 @@ class TrainingCheckpoints:
             self.save(step, **what)
         return due
 
-    def _look(self, step: int) -> tuple[float, bool, float]:
-        """What all ranks agree on: why to stop, 0 if not; whether to save; how many seconds a step takes."""
-        last, at = self._looked
-        now = time.monotonic()
-        self._looked = step, now
+    def _look(self, now: float) -> tuple[float, bool]:
+        """What all ranks agree on: why to stop, 0 if not; whether to save; and after how many steps to look again."""
         stops = 0.0
         if self._preemption is not None:
-            self._preemption.stop_before(self._time_ends, 2 * self._write_seconds + _MARGIN_SECONDS)
+            self._preemption.stop_before(self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS)
             cause = self._preemption.shutdown.cause
             if cause in signal.Signals.__members__:
                 stops = _SIGNAL
             elif cause:
                 stops = _OTHER
-        seconds = (now - at) / max(1, step - last)
         interval = self._interval()
         is_time = interval is not None and now - self._saved_at >= interval
-        all_stop, all_save, busy, slowest = self._ranks.highest([stops, is_time, self._writing.is_running, seconds])
-        return all_stop, bool(all_save and not busy), slowest
+        own = [stops, is_time, self._writing.is_running, self._longest_step]
+        all_stop, all_save, busy, slowest = self._ranks.highest(own)
+        self._longest_step = 0.0
+        if self._ranks.size > 1:
+            self._look_after = int(min(_LOOK_STEPS, _LOOK_SECONDS / max(slowest, 1e-6)))
+        return all_stop, bool(all_save and not busy)
 
     def _interval(self) -> float | None:
         if self._every_seconds != "auto":
@@ -281,6 +313,7 @@ class TrainingCheckpoints:
         step: int,
         *,
         loader: Any = None,
+        epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
         writer: Writer | None = None,
         **states: Any,
@@ -290,16 +323,18 @@ class TrainingCheckpoints:
         Args:
             step: how many steps the training has made.
             loader: the rank's own; anything with ``state_dict``, as a StatefulDataLoader.
+            epoch: the number of this epoch, if the loader reads no dataset of ours, which know it.
             metrics: numbers to choose the best step by.
-            writer: called in each rank with a folder, to which it writes what saves itself, such as
-                ``torch.distributed.checkpoint``. It is not asynchronous.
-            states: what has a ``state_dict`` that is the same in all ranks, as that of DDP's model.
+            writer: called in each rank with a folder, to which it writes what saves itself. It is not asynchronous.
+            states: what has a ``state_dict`` that is the same in all ranks, as that of DDP's model; or of which each
+                rank has a part, as those of FSDP2 (``fully_shard``). Such parts are not written asynchronously.
 
         A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
 
         Raises:
-            ConfigError: a state has no ``state_dict``; there is a writer, and nodes have folders of their own; the
-                step is before the last one; or folder or remote hold steps, and nothing was restored.
+            ConfigError: a state has no ``state_dict``, or one that differs between ranks or holds what no restore
+                takes; there is a writer or FSDP, and nodes have folders of their own; the step is before the last one;
+                or folder or remote hold steps, and nothing was restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
@@ -307,10 +342,9 @@ class TrainingCheckpoints:
         if loader is not None:
             stateful["loader"] = loader
         for key, state in stateful.items():
+            _check_name(key)
             if not hasattr(state, "state_dict"):
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
-        if writer is not None and not self._is_shared:
-            raise ConfigError("save: a writer needs a folder that all nodes share.")
         step = self._checked_step(step)
         try:
             numbers = {key: float(value) for key, value in (metrics or {}).items()}
@@ -319,22 +353,40 @@ class TrainingCheckpoints:
         self._writing.join()
         name = StepName(self._rollbacks, step)
         self._last_step = step
+        self._told_epoch = epoch
         try:
             self._claim()
         except StorageFailed as error:  # of all ranks
             self._failed(name, error)
             return
         staging = self._steps.folder / f".saving-{name}"
-        own = random_state(), _input_state(loader)
+        own = random_state(), self._input_state(loader)
+        alike, together = contents_of(states)
+        if (writer is not None or together) and not self._is_shared:
+            raise ConfigError("save: a writer, or a state of FSDP, needs a folder that all nodes share.")
+        own_shapes = {key: shapes(content) for key, content in alike.items()}
+        gathered = self._ranks.gather((own, own_shapes, self._not_plain({"loader": own[1]} | alike | together)))
+        for _, others, problem in gathered:
+            if problem:
+                raise ConfigError(
+                    f"save: {problem}: no restore would take it, as such a file may run any code. Save plain values "
+                    "and tensors, or set only_plain=False."
+                )
+            for key in others.keys() | own_shapes.keys():
+                if others.get(key) != own_shapes.get(key):
+                    raise ConfigError(f"save: {key} differs between the ranks. Give what belongs to one to a writer.")
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
             return
-        gathered = self._ranks.gather(own)
-        contents = {_RANDOM: [each for each, _ in gathered], _INPUT: [each for _, each in gathered]}
-        for key, state in states.items():
-            contents[f"states/{key}.pt"] = state.state_dict()  # in all ranks: it may be a collective call
-        self._warn_of_metrics(numbers)
+        for key, content in together.items():
+            folder = staging / "states" / key
+            if not self._agree(partial(save_parts, content, folder, self._ranks.group), name):
+                return
+        contents: dict[str, Any] = {f"states/{key}.pt": content for key, content in alike.items()}
+        contents |= {_RANDOM: [each[0] for each, _, _ in gathered], _INPUT: [each[1] for each, _, _ in gathered]}
+        if self._is_owner and not self._manifests:
+            self._warn_of_first(numbers, own[1])
         self._hand_over(name, contents, numbers, began)
 
     def _hand_over(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], began: float) -> None:
@@ -354,6 +406,11 @@ class TrainingCheckpoints:
         self._saved_at = time.monotonic()
         self._writing.start(self._write, name, contents, metrics, self._pause)
 
+    def _not_plain(self, contents: Mapping[str, Any]) -> str:
+        if not self._only_plain:
+            return ""
+        return next(filter(None, (not_plain(content, key) for key, content in contents.items())), "")
+
     def _checked_step(self, step: int) -> int:
         if not hasattr(step, "__index__") or index(step) < 0:
             raise ConfigError("save: the step must be an integer from 0 on.")
@@ -365,10 +422,22 @@ class TrainingCheckpoints:
             )
         return step
 
-    def _warn_of_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Of the first step, if no best one can be found by its metrics."""
-        if metrics and self._keep_best and self._best not in metrics and not self._manifests and self._is_owner:
+    def _warn_of_first(self, metrics: Mapping[str, float], input_state: dict[str, Any] | None) -> None:
+        """Says what a step lacks that may be looked for later."""
+        if metrics and self._keep_best and self._best not in metrics:
             logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
+        if input_state is not None and input_state["epoch"] is None:
+            logger.warning("The loader does not tell its epoch: give maybe_save and save epoch=, or count steps.")
+
+    def _input_state(self, loader: Any) -> dict[str, Any] | None:
+        from datatrove_ckpt.torch.dataset import epoch_of
+
+        if loader is None:
+            return None
+        epoch = epoch_of(loader)
+        if epoch is None:
+            epoch = self._told_epoch
+        return {"epoch": epoch, "loader": loader.state_dict()}
 
     def _claim(self) -> None:
         """Before the first save or rollback: a later restart would take steps of another training for this one's."""
@@ -428,6 +497,7 @@ class TrainingCheckpoints:
     def _write(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], pause: float) -> None:
         began = time.monotonic()
         try:
+            self._make_room(name, metrics)
             manifest = self._steps.finish(name, contents, metrics)
             self._write_seconds = time.monotonic() - began
             self._manifests[name] = manifest
@@ -435,20 +505,24 @@ class TrainingCheckpoints:
             seconds = {"pause_seconds": pause, "write_seconds": self._write_seconds}
             self._steps.note(event="saved", step=name.step, rollbacks=name.rollbacks, bytes=size, **seconds)
             self._not_saved = None
-            if self._only_plain:
-                self._steps.check_plain(name)
-            self._remove_old()
-        except ConfigError as error:
-            self._not_saved = error
-            logger.error(str(error))
+            self._remove_old(self._manifests)
         except Exception as error:
             self._failed(name, error)
             return
         if self._copies and not self._uploading.is_running:
             self._uploading.start(self._upload)
 
-    def _remove_old(self) -> None:
-        kept = self._kept(self._manifests) | {self._copied}
+    def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
+        """Removes what goes after this save before it, if there is no room for one more. The newest step stays."""
+        if not self._manifests:
+            return
+        newest = max(self._manifests)
+        size = sum(size for size, _ in self._manifests[newest]["files"].values())
+        if shutil.disk_usage(self._steps.folder).free < size:
+            self._remove_old({**self._manifests, name: {"metrics": metrics}}, newest)
+
+    def _remove_old(self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None) -> None:
+        kept = self._kept(manifests) | {self._copied, newest}
         for name in [name for name in self._manifests if name not in kept]:
             self._steps.remove(name)
             del self._manifests[name]
@@ -516,6 +590,9 @@ class TrainingCheckpoints:
             ConfigError: the step holds no such state, or the state does not fit what is to be restored.
         """
         began = time.monotonic()
+        for key in states:
+            _check_name(key)
+        keep_workers(loader)
         try:
             chosen = self._choose(lambda name: True)
             if chosen is None:
@@ -523,12 +600,10 @@ class TrainingCheckpoints:
                 return None
             name, passed = chosen
             self._rollbacks = name.rollbacks
-            self._look_at = 0
             self._last_step = name.step
             self._load(name, reader, states)
-            if loader is not None:
-                self._load_input(loader, self._steps.load(name, _INPUT, self._only_plain), name.step)
-            self._saved_at = time.monotonic()
+            self._load_input(loader, name)
+            self._begin_counting()
             self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
         finally:
             if not self._has_claimed:
@@ -537,6 +612,11 @@ class TrainingCheckpoints:
             at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
+
+    def _begin_counting(self) -> None:
+        """The next step is the first one after what took its time."""
+        self._look_after = 0
+        self._saved_at = self._stepped_at = time.monotonic()
 
     def _note(self, event: str, name: StepName, **others: object) -> None:
         if self._steps.is_locked:
@@ -547,13 +627,20 @@ class TrainingCheckpoints:
         """The step that all folders have whole, and the newer ones that are not. None: nothing was ever saved."""
         self._writing.join()
         self._has_looked = True
-        here = []
+        here: list[StepName] | CkptError = []
         if self._is_owner:
             with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
                 self._steps.lock()
-            here = self._names()
+            try:
+                here = self._names()
+            except CkptError as error:
+                here = error
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")  # of rank 0's folder
-        names = sorted({name for each in self._ranks.gather(here) for name in each if is_wanted(name)})
+        found = self._ranks.gather(here)
+        for each in found:
+            if isinstance(each, CkptError):
+                raise each
+        names = sorted({name for each in found for name in each if is_wanted(name)})
         if best:
             names = self._ranks.gather(self._by_metric(self._manifests)[::-1])[0]
         passed: list[str] = []
@@ -584,9 +671,13 @@ class TrainingCheckpoints:
         try:
             return sorted({*names, *self._steps.remote_names()})
         except Exception as error:
-            if not names:
+            if not names and isinstance(error, CkptError):
                 raise
-            logger.warning(f"The remote is not looked at: {error}")
+            assert self._steps.store is not None
+            why = f"{self._steps.store.url} cannot be listed: {failure_line(error)}."
+            if not names:
+                raise StorageFailed(why) from error
+            logger.warning(why)
             return names
 
     def _damage(self, name: StepName) -> str | Exception | None:
@@ -616,16 +707,24 @@ class TrainingCheckpoints:
         return None
 
     def _load(self, name: StepName, reader: Writer | None, states: Mapping[str, Any]) -> None:
+        saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
         for key, state in states.items():
-            found = self._steps.load(name, f"states/{key}.pt", self._only_plain)
+            folder = f"states/{key}"
+            is_whole = f"{folder}/{METADATA}" not in saved
+            if is_whole:
+                found = self._steps.load(name, f"{folder}.pt", self._only_plain)
             try:
-                state.load_state_dict(found)
+                if is_whole:
+                    state.load_state_dict(found)
+                else:
+                    load_parts(
+                        key, states, self._steps.folder / str(name) / folder, self._ranks.group, self._only_plain
+                    )
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
-        left = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
-        left -= {f"states/{key}.pt" for key in states}
+        left = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
         if left and self._ranks.rank == 0:
-            keys = ", ".join(sorted(Path(file).stem for file in left))
+            keys = ", ".join(sorted(left))
             logger.warning(f"{name} also holds {keys}: not restored, as restore_latest and rollback were not given it.")
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
@@ -646,23 +745,28 @@ class TrainingCheckpoints:
             seed = xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode())
             inner.generator = torch.Generator().manual_seed(seed >> 1)
 
-    def _load_input(self, loader: Any, found: list[Any], step: int) -> None:
-        self._seed(loader, step)
+    def _load_input(self, loader: Any, name: StepName) -> None:
         from datatrove_ckpt.torch.dataset import ReaderDataset, restore
         from datatrove_ckpt.torch.stateful import StatefulWrapper
 
+        if loader is None:
+            return
+        keep_workers(loader)
+        self._seed(loader, name.step)
+        found = self._steps.load(name, _INPUT, self._only_plain)
         if None in found:
-            raise ConfigError("The step was saved without a loader.")
-        epochs = [each["epoch"] for each in found]
+            raise ConfigError(f"{name} was saved without a loader.")
+        self._epoch = found[0]["epoch"]
         states = [each["loader"] for each in found]
         if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
-            self.epoch = restore(loader, states)
+            self._epoch = restore(loader, states)
         elif len(found) == self._ranks.size:
             own = states[self._ranks.rank]
-            ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
-            self.epoch = (epochs[0] or 0) + ended
-            if not ended:
+            has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
+            if not has_ended:
                 loader.load_state_dict(own)
+            elif self._epoch is not None:
+                self._epoch += 1
         else:
             raise ConfigError(
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the input of a "
@@ -714,45 +818,61 @@ class TrainingCheckpoints:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
         old, _ = chosen
-        self._load(old, reader, states)
-        if loader is not None and not skip_input:
-            self._load_input(loader, self._steps.load(old, _INPUT, self._only_plain), old.step)
+        new = StepName(self._rollbacks + 1, old.step)
         own = None
         if skip_input:
-            own = _input_state(loader)
+            own = self._input_state(loader)
         inputs = self._ranks.gather(own)
+        changed = {} if own is None else {_INPUT: inputs}
+        # What may fail comes before the model changes, and what others see after it.
+        if not self._agree(lambda: self._copy(old, new, changed) if self._is_owner else None, new):
+            assert self._not_saved is not None
+            raise self._not_saved
+        self._load(old, reader, states)
+        if loader is not None and not skip_input:
+            self._load_input(loader, old)
+        self._ranks.gather(None)
         self._rollbacks += 1
-        self._look_at = 0
         self._last_step = old.step
-        new = StepName(self._rollbacks, old.step)
         if self._is_owner:
             self._uploading.join()
-            changed = {} if own is None else {_INPUT: inputs}
-            self._copy(old, new, changed)
+            self._replace_newer(new)
+            self._not_saved = None
             if self._copies:
                 self._uploading.start(self._upload)
         self._ranks.gather(None)
         self._note("rolled back", new, to=old.step, skipped_input=skip_input)
-        self._saved_at = time.monotonic()
+        self._begin_counting()
         return old.step
 
     def _copy(self, old: StepName, new: StepName, changed: dict[str, Any]) -> None:
         self._steps.begin(new)
         source = self._steps.folder / str(old)
-        contents: dict[str, Any] = {file: blocks(source / file) for file in self._steps.manifest(old)["files"]}
-        self._manifests[new] = self._steps.finish(new, contents | changed, self.metrics)
+        manifest = self._steps.manifest(old)
+        contents: dict[str, Any] = {file: blocks(source / file) for file in manifest["files"]}
+        self._steps.write(new, contents | changed, manifest["metrics"])
+
+    def _replace_newer(self, new: StepName) -> None:
+        self._manifests[new] = self._steps.publish(new)
         for name in self._steps.names():
             if name.rollbacks < new.rollbacks and name.step > new.step:
                 self._steps.remove(name)
                 self._manifests.pop(name, None)
 
 
-def _input_state(loader: Any) -> dict[str, Any] | None:
-    from datatrove_ckpt.torch.dataset import epoch_of
+_not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
 
-    if loader is None:
-        return None
-    return {"epoch": epoch_of(loader), "loader": loader.state_dict()}
+
+@atexit.register
+def _close_all() -> None:
+    """Else the threads of the last save end with the process."""
+    for each in list(_not_left):
+        each._close_at_exit()
+
+
+def _check_name(key: str) -> None:
+    if not re.fullmatch(r"\w[\w.-]*", key):
+        raise ConfigError(f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first no '.'.")
 
 
 class _Task:

@@ -20,20 +20,22 @@ class Ranks:
     """
 
     def __init__(self) -> None:
+        self.group: Any = None
+        """None: there is one rank."""
         self._is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0
         self.size = 1
         if not self._is_alone:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
-            self._group: Any = dist.new_group(backend="gloo")
+            self.group = dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order."""
         if self._is_alone:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def highest(self, values: Sequence[float]) -> list[float]:
@@ -41,7 +43,7 @@ class Ranks:
         if self._is_alone:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return [float(value) for value in tensor.tolist()]
 
     def owner(self, folder: Path) -> int:

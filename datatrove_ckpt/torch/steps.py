@@ -3,7 +3,7 @@
     step-00000100      the newest is the one of the most rollbacks, then steps; after two: step-00000100.2
       manifest.json    training, step, metrics; size and xxh128 of each other file; a checksum of itself
       input.pt         states of all ranks' loaders; random.pt: of their random generators
-      states/model.pt  a state that ``save`` was given
+      states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a part
       writer/          what the caller's writer made
     .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced) go. The next owner of the lock removes them
     .lock              held by the process that writes
@@ -136,7 +136,14 @@ class Steps:
     def finish(
         self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], of: Manifest | None = None
     ) -> Manifest:
-        """Writes what is not written yet, and makes the step complete.
+        """Writes what is not written yet, and makes the step complete."""
+        self.write(name, contents, metrics, of)
+        return self.publish(name)
+
+    def write(
+        self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], of: Manifest | None = None
+    ) -> None:
+        """Writes what is not written yet.
 
         Args:
             contents: by the file's name what ``torch.save`` takes, or blocks of bytes.
@@ -148,6 +155,7 @@ class Steps:
             entries[str(path.relative_to(staging))] = _size_and_hash(path)
             files.disk.sync(path)
         for file, content in contents.items():
+            files.disk.make_dirs((staging / file).parent)
             entries[file] = _write(staging / file, content)
         manifest = {"format": _FORMAT, "training": self.training, "step": name.step, "rollbacks": name.rollbacks}
         manifest |= {"at": time.time(), "metrics": metrics}
@@ -157,11 +165,15 @@ class Steps:
         files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
+
+    def publish(self, name: StepName) -> Manifest:
+        """Makes a step complete that was written. Returns its manifest."""
+        staging = self.folder / f".saving-{name}"
         old = self._set_aside(name, "old")
         files.disk.rename(staging, self.folder / str(name))
         files.disk.sync_dir(self.folder)
         files.disk.remove_tree(old)
-        return manifest
+        return self.manifest(name)
 
     def remove(self, name: StepName) -> None:
         """Removes a step, complete or damaged. A missing one is fine."""
@@ -206,18 +218,6 @@ class Steps:
         """Raises CheckpointCorrupt if a step is of another training."""
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
-
-    def check_plain(self, name: StepName) -> None:
-        """Raises ConfigError if ``load`` would refuse a file of the step for what it holds."""
-        for file in self.manifest(name)["files"]:
-            path = self.folder / str(name) / file
-            if file.endswith(".pt") and not file.startswith("writer/"):
-                found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-                if found:
-                    raise ConfigError(
-                        f"{path} holds {', '.join(found)}: no restore would take it, as such a file may run any code. "
-                        "Save plain values and tensors, or set only_plain=False."
-                    )
 
     def load(self, name: StepName, file: str, only_plain: bool = True) -> Any:
         """What ``torch.save`` wrote, in the host's memory. Call ``check`` before."""

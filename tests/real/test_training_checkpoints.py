@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loguru import logger
@@ -29,6 +35,7 @@ from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import crash_at
 from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
+from datatrove_ckpt.torch.sharded import _Metadata
 from tests.patience import until
 from tests.real import train as script
 
@@ -340,6 +347,52 @@ def test_a_wrapped_loader_goes_on_in_its_epoch(documents: str, tmp_path: Path, s
     assert losses == trained(documents, tmp_path / "undisturbed")
 
 
+class Numbered(torch.utils.data.Dataset[int]):
+    """Ten batches of five, of a dataset that is not ours."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+def loops_over_numbers(run: Path, workers: int, stop: int, **named: Any) -> list[tuple[int, list[int]]]:
+    loader = StatefulDataLoader(
+        Numbered(), batch_size=5, num_workers=workers, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    seen = []
+    with checkpoints(run, every_steps=1) as saved:
+        step = saved.restore_latest(loader=loader) or 0
+        for epoch in range(saved.epoch, 3):
+            for batch in loader:
+                seen.append((epoch, batch.tolist()))
+                step += 1
+                saved.maybe_save(step, loader=loader, **(named or {"epoch": epoch}))
+                if step == stop:
+                    return seen
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path: Path, workers: int) -> None:
+    for stop in (9, 10, 14, 20, 30):
+        batches = loops_over_numbers(tmp_path / str(stop), workers, stop)
+        batches += loops_over_numbers(tmp_path / str(stop), workers, 0)
+        assert [epoch for epoch, _ in batches] == [epoch for epoch in range(3) for _ in range(10)], stop
+        for epoch in range(3):
+            seen = [number for at, numbers in batches if at == epoch for number in numbers]
+            assert sorted(seen) == list(range(50)), (stop, epoch)
+
+
+def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path: Path, log: list[str]) -> None:
+    loops_over_numbers(tmp_path, 0, 14, epoch=None)
+    assert [line for line in log if "give maybe_save and save epoch=" in line] == log
+    assert len(log) == 1
+    with pytest.raises(ConfigError, match=r"step-00000014 was saved without its epoch.*epoch="):
+        loops_over_numbers(tmp_path, 0, 20)
+
+
 def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path: Path, log: list[str]) -> None:
     model = nn.Linear(2, 2)
     with checkpoints(tmp_path) as saved:
@@ -414,13 +467,98 @@ class Custom:
         assert state == {"path": Path("x")}
 
 
-def test_a_state_that_no_restore_would_take_is_named_when_it_is_saved(tmp_path: Path, log: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"holds pathlib\.PosixPath"), checkpoints(tmp_path / "run") as saved:
-        saved.save(1, custom=Custom())
-    assert "custom.pt holds pathlib.PosixPath" in log[0]
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_state_that_no_restore_would_take_ends_the_first_save(tmp_path: Path, asynchronous: bool) -> None:
+    with checkpoints(tmp_path / "run", asynchronous=asynchronous) as saved:
+        saved.save(1, model=nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match=r"custom/path holds pathlib\.PosixPath"):
+            saved.save(2, custom=Custom())
+        group = SimpleNamespace(state_dict=lambda: {"groups": [{"lr": np.float64(0.1)}]})
+        with pytest.raises(ConfigError, match="group/groups/0/lr holds numpy"):
+            saved.save(2, group=group)
+        with pytest.raises(ConfigError, match=r"group/key holds what cannot be pickled"):
+            saved.save(2, group=SimpleNamespace(state_dict=lambda: {"key": lambda: None}))
+    assert [path.name for path in Path(tmp_path, "run").glob("step-*")] == ["step-00000001"]
+
+
+def test_any_object_is_saved_and_restored_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    checkpoints(tmp_path, only_plain=False).save(1, custom=Custom())
     with pytest.raises(ConfigError, match="set only_plain=False"):
-        checkpoints(tmp_path / "run").restore_latest(custom=Custom())
-    assert checkpoints(tmp_path / "run", only_plain=False).restore_latest(custom=Custom()) == 1
+        checkpoints(tmp_path).restore_latest(custom=Custom())
+    assert checkpoints(tmp_path, only_plain=False).restore_latest(custom=Custom()) == 1
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "../model", "", ".metadata"])
+def test_a_name_that_is_no_files_name_is_refused(tmp_path: Path, name: str) -> None:
+    for call in (lambda saved, state: saved.save(1, **state), lambda saved, state: saved.restore_latest(**state)):
+        with pytest.raises(ConfigError, match="no name of a state"):
+            call(checkpoints(tmp_path), {name: nn.Linear(2, 2)})
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_remote_that_cannot_be_listed_or_used_is_named(tmp_path: Path, log: list[str]) -> None:
+    (tmp_path / "file").touch()
+    remote, model = str(tmp_path / "file" / "run"), nn.Linear(2, 2)
+    with pytest.raises(StorageFailed, match=f"{remote} cannot be listed: NotADirectoryError"):
+        checkpoints(tmp_path / "run", remote=remote).restore_latest(model=model)
+    checkpoints(tmp_path / "run").save(1, model=model)
+    assert checkpoints(tmp_path / "run", remote=remote).restore_latest(model=model) == 1
+    assert f"{remote} cannot be listed" in log[0]
+    with pytest.raises(ConfigError, match="remote: 'nothing://x' cannot be used"):
+        checkpoints(tmp_path / "run", remote="nothing://x")
+
+
+def test_the_last_save_is_there_without_a_with_block(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from datatrove_ckpt.torch import TrainingCheckpoints as Saved;"
+        "Saved(sys.argv[1], remote=sys.argv[2]).save(1, model=torch.nn.Linear(6000, 6000))"
+    )
+    run, remote = tmp_path / "run", tmp_path / "remote"
+    done = subprocess.run([sys.executable, "-c", code, run, remote], capture_output=True, text=True, check=True)
+    assert "not used in a with block" in done.stderr
+    assert checkpoints(run).restore_latest() == 1
+    assert Path(remote, "step-00000001/manifest.json").exists()
+
+
+class Small(files.Disk):
+    """A disk that has room for so many bytes below a folder."""
+
+    def __init__(self, folder: Path, room: int) -> None:
+        super().__init__()
+        self.folder, self.room = folder, room
+
+    def usage(self, path: Path) -> Any:
+        held = sum(each.stat().st_size for each in self.folder.rglob("*") if each.is_file())
+        return SimpleNamespace(free=max(0, self.room - held))
+
+    def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
+        if self.usage(path).free < len(data):
+            raise StorageFailed(f"Could not write to {path}: {os.strerror(errno.ENOSPC)}.")
+        super().write(fd, data, path)
+
+
+def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(100, 100)
+    disk = Small(tmp_path, 10**6)
+    monkeypatch.setattr(files, "disk", disk)
+    monkeypatch.setattr(shutil, "disk_usage", disk.usage)
+    with checkpoints(tmp_path, keep_best=0) as saved:
+        saved.save(0, model=model)
+        size = 10**6 - disk.usage(tmp_path).free
+        disk.room = int(3.5 * size)
+        for step in range(1, 8):
+            saved.save(step, model=model)
+            assert saved.failure is None, step
+        left = {path.name for path in tmp_path.glob("step-*")}
+        assert left == {"step-00000005", "step-00000006", "step-00000007"}
+        disk.room = size // 2
+        saved.save(8, model=model)
+        assert isinstance(saved.failure, StorageFailed)
+        assert "step-00000007" in {path.name for path in tmp_path.glob("step-*")}
+        disk.room = 10**6
+        saved.save(9, model=model)
 
 
 # signals ---------------------------------------------------------------------------------------------------------
@@ -699,6 +837,30 @@ def test_a_rollback_is_exact_with_the_input_again_or_skipped(
     assert len(model) == 4
 
 
+def test_a_rollback_takes_nested_files_and_one_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writer(folder: Path) -> None:
+        Path(folder, "deep").mkdir()
+        Path(folder, "deep/file").write_text("content")
+
+    model, disk = nn.Linear(100, 100), Full(0)
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, model=model, writer=writer)
+        nn.init.zeros_(model.weight)
+        saved.save(2, model=model)
+        monkeypatch.setattr(files, "disk", disk)
+        with pytest.raises(StorageFailed, match="No space left"):
+            saved.rollback(to=1, model=model)
+        assert not model.weight.any()
+        assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000001", "step-00000002"}
+        disk.is_full = False
+        assert saved.rollback(to=1, model=model) == 1
+        assert model.weight.any()
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000001", "step-00000001.1"}
+    assert Path(tmp_path, "step-00000001.1/writer/deep/file").read_text() == "content"
+
+
 def test_a_rollback_to_a_step_or_to_the_best(documents: str, tmp_path: Path) -> None:
     training = Training(documents)
     with checkpoints(tmp_path / "run", keep_last=6) as saved:
@@ -832,3 +994,194 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(documents: str, tmp_path: Pa
     assert [batch for _, batch in losses_of(run).values()] == [
         batch for _, batch in losses_of(tmp_path / "undisturbed").values()
     ]
+
+
+def test_ranks_that_restored_a_late_step_answer_a_signal_soon(documents: str, tmp_path: Path, ranks: Ranks) -> None:
+    run, late = tmp_path / "run", 100_000
+    ranks.run(2, documents, run, late + 5, FIRST=str(late))
+    processes = ranks.start(2, documents, run, late + 1000, SLEEP="0.3", EVERY="1000")
+    until(lambda: max(losses_of(run)) > late + 7)
+    os.kill(processes[0].pid, signal.SIGTERM)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 128 + signal.SIGTERM
+    assert checkpoints(run).restore_latest() == max(losses_of(run)) <= late + 15
+
+
+def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt), checkpoints(tmp_path, every_steps=10**6) as saved:  # noqa: PT012
+        monkeypatch.setattr(saved._ranks, "size", 2)
+        for step in range(1, 2000):
+            saved.maybe_save(step)
+            if step == 1500:
+                signal.raise_signal(signal.SIGINT)
+    assert checkpoints(tmp_path).restore_latest() <= 1500 + 32
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "number", "start"),
+    [
+        (1, 1, signal.SIGTERM, "fork"),
+        (2, 4, signal.SIGTERM, "fork"),
+        (1, 4, signal.SIGINT, "spawn"),
+        *(
+            pytest.param(ranks, workers, number, start, marks=pytest.mark.full)
+            for ranks in (1, 2)
+            for workers in (0, 1, 4)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            for start in ("fork", "forkserver")
+        ),
+    ],
+)
+def test_a_signal_to_all_processes_saves_and_ends_soon(
+    documents: str, tmp_path: Path, ranks: int, workers: int, number: signal.Signals, start: str
+) -> None:
+    """As torchrun, Slurm and a terminal send it: the workers of loaders get it, too."""
+    run = tmp_path / "run"
+    run.mkdir()
+    variables = {"SLEEP": "0.2", "EVERY": "1000", "WORKERS": str(workers), "START": start}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*command, "-m", "tests.real.train", documents, str(run), "1000"],
+        env={**os.environ, **variables},
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(lambda: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > 6)  # in the second epoch
+        began = processes_below(process.pid)
+        assert len(began) > ranks * (1 + workers)
+        signalled = time.monotonic()
+        for each in reversed(began):
+            os.kill(each, number)
+        until(lambda: not any(Path(f"/proc/{each}/fd").exists() for each in began[1:]))
+        assert time.monotonic() - signalled < 20  # torchrun kills after 30
+        _, said = process.communicate(timeout=60)
+        assert f"is saved ({number.name})" in said
+        assert process.returncode != 0
+        assert checkpoints(run).restore_latest() == max(losses_of(run)) < 100
+    finally:
+        for each in processes_below(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+
+
+def processes_below(pid: int) -> list[int]:
+    """The process, its children, and theirs."""
+    found = [pid]
+    for each in found:
+        with suppress(FileNotFoundError):
+            for children in Path(f"/proc/{each}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
+    return found
+
+
+# states of which ranks have parts --------------------------------------------------------------------------------
+
+
+def fsdp_rank(rank: int, size: int, port: int, run: str, steps: int, first: dict[str, Any]) -> None:
+    """Trains to a step, and leaves the whole model and optimizer in a file."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logger.remove()
+    dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    if first.get("shard", True):
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    states = {"model": model, "optimizer": optimizer}
+    with checkpoints(run, every_steps=2, asynchronous=True) as saved:
+        step = saved.restore_latest(**states) or 0
+        while step < steps:
+            batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            saved.maybe_save(step, **states)
+        if first.get("back"):
+            step = saved.rollback(to=first["back"], **states)
+    whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        torch.save([step, *whole], Path(run, f"whole-{size}.pt"))
+    dist.destroy_process_group()
+
+
+def fsdp(ranks: Ranks, size: int, run: Path, steps: int, **first: Any) -> Any:
+    run.mkdir(exist_ok=True)
+    port = ranks._free_port()
+    each = [
+        ranks._context.Process(target=fsdp_rank, args=(rank, size, port, str(run), steps, first))
+        for rank in range(size)
+    ]
+    for process in each:
+        process.start()
+    for process in each:
+        process.join(120)
+        assert process.exitcode == 0
+    return torch.load(run / f"whole-{size}.pt")
+
+
+def assert_near(one: Any, other: Any) -> None:
+    for place in (1, 2):
+        content = [each[place].get("state", each[place]) for each in (one, other)]
+        torch.testing.assert_close(*content, rtol=1e-5, atol=1e-6)
+    assert (one[0], one[2]["param_groups"]) == (other[0], other[2]["param_groups"])
+
+
+@pytest.mark.parametrize(("size", "shard"), [(2, True), (1, True), (3, True), (1, False)])
+def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path: Path, ranks: Ranks, size: int, shard: bool) -> None:
+    expected = fsdp(ranks, 1, tmp_path / "whole", 7, shard=False)
+    run = tmp_path / "run"
+    fsdp(ranks, 2, run, 4)
+    assert list(run.glob("step-00000004/states/model/*.distcp"))
+    assert_near(fsdp(ranks, size, run, 7, shard=shard), expected)
+
+
+def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path: Path, ranks: Ranks) -> None:
+    run = tmp_path / "run"
+    expected = fsdp(ranks, 2, run, 4)
+    fsdp(ranks, 2, run, 6)
+    part = run / "step-00000006/states/optimizer/__1_0.distcp"
+    part.write_bytes(flipped(part.read_bytes(), 1000))
+    assert_near(fsdp(ranks, 2, run, 4), expected)
+    assert_near(fsdp(ranks, 2, run, 6, back=4), expected)
+    assert {path.name for path in run.glob("step-00000004.1/states/*/__1_0.distcp")} == {"__1_0.distcp"}
+
+
+@pytest.mark.parametrize(
+    "line", [b"cos\nsystem", b"ctorch\nload", b"ctorch.distributed.checkpoint.metadata\nos.system", b"cbuiltins\neval"]
+)
+def test_a_list_of_parts_runs_no_code(line: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="it holds"):
+        _Metadata(io.BytesIO(b"\x80\x04" + line + b"\n(S'true'\ntR.")).load()
+
+
+def other_shapes(rank: int, size: int, port: int, run: str) -> None:
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo")
+    with pytest.raises(ConfigError, match="stage differs between the ranks"):
+        checkpoints(run).save(1, stage=nn.Linear(2 + rank, 2))
+    dist.destroy_process_group()
+
+
+def test_a_state_of_one_rank_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+    port = ranks._free_port()
+    each = [ranks._context.Process(target=other_shapes, args=(rank, 2, port, str(tmp_path))) for rank in range(2)]
+    for process in each:
+        process.start()
+    for process in each:
+        process.join(60)
+        assert process.exitcode == 0

@@ -46,10 +46,17 @@ def main(documents: str, run: str, steps: int) -> None:
     dataset = ReaderDataset(
         JsonlReader(documents), rank, size, shuffle_seed=1, batch_size=12 // size, transform=tokens, even="drop"
     )
-    loader = StatefulDataLoader(dataset, batch_size=12 // size)
+    workers = int(os.environ.get("WORKERS", "0"))
+    loader = StatefulDataLoader(
+        dataset,
+        batch_size=12 // size,
+        num_workers=workers,
+        persistent_workers=workers > 1,
+        multiprocessing_context=os.environ.get("START") if workers else None,
+    )
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     with TrainingCheckpoints(run, os.environ.get("REMOTE"), every_steps=int(os.environ.get("EVERY", "5"))) as saved:
-        step = saved.restore_latest(loader=loader, **states) or 0
+        step = saved.restore_latest(loader=loader, **states) or int(os.environ.get("FIRST", "0"))
         epoch = saved.epoch
         while step < steps:
             dataset.set_epoch(epoch)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from datatrove_ckpt import daly, efficiency, young
-from datatrove_ckpt.cli.main import main, parse_time
+from datatrove_ckpt.cli.main import main, parse_seconds, parse_time
 from datatrove_ckpt.cli.plan import measure
 from tests.commands import Command
 
@@ -51,7 +51,11 @@ def test_the_efficiency_is_that_of_a_simulation_and_dalys_interval_the_best_of_a
     ("text", "seconds"), [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30)]
 )
 def test_times_have_units(text: str, seconds: float) -> None:
-    assert parse_time(text) == seconds
+    assert parse_time(text) == parse_seconds(text) == seconds
+
+
+def test_the_cost_of_a_save_needs_no_unit() -> None:
+    assert parse_seconds("140") == 140
 
 
 @pytest.mark.parametrize("text", ["6", "0h", "-1h", "6 weeks", f"{10**400}s"])
@@ -129,7 +133,7 @@ def test_what_is_missing_or_does_not_fit_is_one_message(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["--mtbf 0s", "--save-cost 2.5", "--step 2.5s", "--pipeline.1.x=1"])
+@pytest.mark.parametrize("words", ["--mtbf 0s", "--save-cost 2.5w", "--step 2.5s", "--pipeline.1.x=1"])
 def test_bad_values_are_refused(words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--save-cost", "5s", "--mtbf", "6h", *words.split()])

@@ -1,0 +1,178 @@
+"""What a save looks at in states: whether all ranks have the same, or parts of one (FSDP's); whether they are plain.
+
+A state of which each rank has a part is saved by ``torch.distributed.checkpoint``, as a folder, by all ranks together:
+it is restored on any number of ranks, also without FSDP.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from xxhash import xxh3_64_hexdigest
+
+from datatrove_ckpt.errors import ConfigError
+
+METADATA = ".metadata"
+_PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
+
+
+def contents_of(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the states hold: those that are alike in all ranks, and those of which each rank has a part.
+
+    Raises:
+        ConfigError: one is FSDP1's, whose state differs with its settings; or the model of an optimizer is missing.
+    """
+    alike = {}
+    parts = {}
+    for key, state in states.items():
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if isinstance(state, nn.Module):
+            if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in state.modules()):
+                raise ConfigError(f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer.")
+            found = [*state.parameters(), *state.buffers()]
+        elif isinstance(state, Optimizer):
+            found = [each for group in state.param_groups for each in group["params"]]
+        else:
+            alike[key] = state.state_dict()
+            found = [leaf for _, leaf in leaves(alike[key], "")]
+        if any(map(_is_part, found)):
+            parts[key] = alike.pop(key, None) or state_of(key, states)
+        elif key not in alike:
+            alike[key] = state.state_dict()
+    return alike, parts
+
+
+def _is_part(value: object) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")  # else there is none
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
+def state_of(key: str, states: Mapping[str, Any]) -> Any:
+    """The state that all ranks save or load together. Tensors are those of the object, or parts of them."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    state = states[key]
+    if isinstance(state, nn.Module):
+        return get_model_state_dict(state)
+    if isinstance(state, Optimizer):
+        return get_optimizer_state_dict(_model_of(key, states), state)
+    return state.state_dict()
+
+
+def _model_of(key: str, states: Mapping[str, Any]) -> nn.Module:
+    wanted = {id(each) for group in states[key].param_groups for each in group["params"]}
+    for state in states.values():
+        if isinstance(state, nn.Module) and wanted <= {id(each) for each in state.parameters()}:
+            return state
+    raise ConfigError(f"{key} needs its model beside it: parameters of FSDP have their names from there.")
+
+
+def save_parts(content: Any, folder: Path, group: Any) -> None:
+    """Writes it to the folder. In all ranks of the group; None: there is one rank."""
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.FileSystemWriter(folder, sync_files=False)
+    dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def load_parts(key: str, states: Mapping[str, Any], folder: Path, group: Any, only_plain: bool) -> None:
+    """Gives the object its state. In all ranks of the group."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    class Reader(dcp.FileSystemReader):  # type: ignore[misc]
+        def read_metadata(self, *arguments: Any, **options: Any) -> Any:
+            if only_plain:
+                with Path(folder, METADATA).open("rb") as file:
+                    _Metadata(file).load()
+            return super().read_metadata(*arguments, **options)
+
+    class Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            torch.load(value, weights_only=only_plain)  # DCP would run any code
+            value.seek(0)
+            super().load_bytes(read_item, value)
+
+    content = state_of(key, states)
+    dcp.load(content, storage_reader=Reader(folder), planner=Planner(), process_group=group, no_dist=group is None)
+    state = states[key]
+    if isinstance(state, nn.Module):
+        set_model_state_dict(state, content)
+    elif isinstance(state, Optimizer):
+        set_optimizer_state_dict(_model_of(key, states), state, content)
+    else:
+        state.load_state_dict(content)
+
+
+class _Metadata(pickle.Unpickler):
+    """Refuses what is not of such a file: DCP takes any pickle."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch":
+            is_known = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+        elif module == "torch.distributed.checkpoint.metadata":
+            found = super().find_class(module, name)
+            is_known = isinstance(found, type) and found.__module__ == module
+        else:
+            is_known = (module, name) in _OTHERS
+        if not is_known:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}")
+        return super().find_class(module, name)
+
+
+_OTHERS = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+
+
+# all states ------------------------------------------------------------------------------------------------------
+
+
+def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """What a state holds, with its place."""
+    if type(value) in (dict, OrderedDict):
+        for name, each in value.items():
+            if type(name) not in _PLAIN:
+                yield key, name
+            yield from leaves(each, f"{key}/{name}")
+    elif type(value) in (list, tuple):
+        for number, each in enumerate(value):
+            yield from leaves(each, f"{key}/{number}")
+    else:
+        yield key, value
+
+
+def shapes(content: Any) -> str:
+    """A hash of the places, shapes and types of its tensors."""
+    found = [
+        (key, tuple(leaf.shape), leaf.dtype) for key, leaf in leaves(content, "") if isinstance(leaf, torch.Tensor)
+    ]
+    return xxh3_64_hexdigest(repr(found).encode())
+
+
+def not_plain(content: Any, key: str) -> str:
+    """What no restore would take, as such a file may run any code; "": it takes all."""
+    for place, leaf in leaves(content, key):
+        if type(leaf) in _PLAIN or _is_part(leaf):
+            continue
+        file = io.BytesIO()
+        try:
+            torch.save(leaf, file)
+            file.seek(0)
+            found = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        except Exception as error:
+            found = f"what cannot be pickled ({error})"
+        if found:
+            return f"{place} holds {found}"
+    return ""

@@ -1,0 +1,69 @@
+"""Workers of a loader outlive a signal that all processes got: their loop saves after the step, and then ends them.
+
+torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the loader raises in the
+process of the training before it can save. Here they ignore it, until that process ends. They ignore what ``terminate``
+sends, too, and multiprocessing waits for them at the exit: so a thread of each worker looks whether it may go.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from datatrove_ckpt.process.shutdown import SIGNALS
+
+_LOOK_SECONDS = 0.1
+
+
+class OutlivesSignals:
+    """A ``worker_init_fn``.
+
+    Args:
+        usual: the one that the loader has; called as well.
+    """
+
+    def __init__(self, usual: Callable[[int], object] | None) -> None:
+        self._usual = usual
+        self._is_over = _is_over()
+
+    def __call__(self, worker: int) -> None:
+        for name in SIGNALS:
+            signal.signal(signal.Signals[name], _ignore)  # not SIG_IGN, which programs that a worker starts would have
+        threading.Thread(target=self._end, daemon=True).start()
+        if self._usual is not None:
+            self._usual(worker)
+
+    def _end(self) -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        while parent.is_alive() and not self._is_over:
+            parent.join(_LOOK_SECONDS)
+        os._exit(0)
+
+
+def keep_workers(loader: Any) -> None:
+    """Lets a loader's workers outlive signals. Before they start."""
+    inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
+    usual = getattr(inner, "worker_init_fn", None)
+    if getattr(inner, "num_workers", 0) and not isinstance(usual, OutlivesSignals):
+        inner.worker_init_fn = OutlivesSignals(usual)
+
+
+@cache
+def _is_over() -> torch.Tensor:
+    """Whether this process ends, in memory that it shares with its workers."""
+    found = torch.zeros(1, dtype=torch.bool).share_memory_()
+    atexit.register(found.fill_, True)
+    return found
+
+
+def _ignore(*_: object) -> None:
+    pass

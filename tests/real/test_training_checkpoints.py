@@ -32,6 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.mirror import object_store
+from datatrove_ckpt.process import preemption
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import crash_at
 from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
@@ -52,6 +53,12 @@ def documents(tmp_path: Path) -> str:
         rows = [{"id": f"{file}-{n}", "text": f"{'abcdefgh'[n % 8]}{n}"} for n in range(24)]
         Path(folder, f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _the_tests_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a signal ends is killed seconds later if threads hold it; here it runs the other tests, too."""
+    monkeypatch.setattr(preemption, "_call_later", lambda *arguments: None)
 
 
 @pytest.fixture

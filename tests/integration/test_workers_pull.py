@@ -35,7 +35,8 @@ import os, signal
 from pathlib import Path
 
 async def rollout(document, generate):
-    if document.text == "document 3 4" and Path("bad").exists():
+    # The first of its task: what is answered before it would be progress, more or less of it in each attempt.
+    if document.text == "document 3 0" and Path("bad").exists():
         if Path("bad").read_text() == "kills":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("bad")

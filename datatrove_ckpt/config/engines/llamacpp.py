@@ -34,7 +34,7 @@ _WAYS = {  # it serves no classes
     "embed": EMBED,
     "score": WayTo("/v1/rerank", ("query", "documents")),
 }
-# How vectors are pooled, the GGUF file says; of a model that generates, the server takes the mean.
+# How vectors are pooled, the GGUF file says, or ``pooling_type`` in model_kwargs.
 _TASK_FLAGS = {"embed": {"embedding": True}}
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from datatrove_ckpt.preflight.doctor import doctor as doctor
     from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
-    from datatrove_ckpt.rollouts import Ranked as Ranked
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
     from datatrove_ckpt.slurm_executor import SlurmPipelineExecutor as SlurmPipelineExecutor
 
@@ -47,7 +46,6 @@ _MODULES = {
     "JobsPipelineExecutor": f"{__name__}.jobs_executor",
     "LocalPipelineExecutor": f"{__name__}.executor",
     "MonitoringConfig": f"{__name__}.config",
-    "Ranked": f"{__name__}.rollouts",
     "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
     "SlurmPipelineExecutor": f"{__name__}.slurm_executor",

@@ -299,8 +299,6 @@ class RetryPolicy:
         limited: those of them that mean "not now". Waiting for them uses up ``limited_patience``, not ``patience``.
         judge: whether an error may pass, from ``retried`` and the number of failures in a row.
         patience: how long calls may fail in a row.
-        limited_first, limited_longest: as ``first`` and ``longest``, after a limited status without Retry-After; 0: the
-            same.
         longest_advice: Retry-After counts up to this. It never extends the patience.
         spread: the share of an advised wait that is added by chance: ranks that were told the same moment must not
             return together.
@@ -316,22 +314,16 @@ class RetryPolicy:
     longest: float = 60.0
     growth: float = 2.0
     jitter: float = 0.0
-    limited_first: float = 0.0
-    limited_longest: float = 0.0
     longest_advice: float = 0.0
     spread: float = 0.1
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
 
-    def wait(self, failures: int, status: int | None = None, advice: float | None = None) -> float:
+    def wait(self, failures: int, advice: float | None = None) -> float:
         """Seconds to wait after the ``failures``-th failure in a row, counted from 1. ``advice``: what was advised."""
-        first = self.first
-        longest = self.longest
-        if status in self.limited and advice is None and self.limited_first:
-            first = self.limited_first
-            longest = self.limited_longest
         # The exponent is bounded: 2.0 ** 1100 overflows.
-        grown = min(longest, first * self.growth ** min(failures - 1, 100)) * random.uniform(1 - self.jitter, 1)
+        longest = self.first * self.growth ** min(failures - 1, 100)
+        grown = min(self.longest, longest) * random.uniform(1 - self.jitter, 1)
         if advice is None:
             return grown
         return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
@@ -406,7 +398,7 @@ class Attempts:
         if left <= 0 or not policy.passes(error, self._failures):
             raise error
         advice = advised_seconds(error)
-        seconds = min(left, policy.wait(self._failures, status, advice))
+        seconds = min(left, policy.wait(self._failures, advice))
         self._limited += seconds if limited else 0.0
         advised = ", as the server advises" if advice is not None else ""
         bounded = f", for {duration(left)} at most" if left < math.inf else ""
@@ -470,8 +462,6 @@ HUB = RetryPolicy(
     judge=_of_hub,
     patience=3600.0,
     jitter=0.7,
-    limited_first=60.0,
-    limited_longest=900.0,
     longest_advice=6 * 3600.0,
 )
 HUB_LOOK = replace(HUB, patience=300.0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 
 import orjson
@@ -28,11 +28,9 @@ from datatrove_ckpt.checkpoint.lines import (
     explained,
     is_count,
     is_seconds,
-    last_lines,
     may_be_torn,
     scan_lines,
     seal,
-    unseal,
 )
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -396,14 +394,6 @@ class CommitLog:
 
 # sums -----------------------------------------------------------------------------------------------------------------
 
-# The sums over a rank's commits, three times as fast as reading each line, for ``status`` of many ranks.
-#
-# Checksums are compared, and all lines are parsed at once. Who gets None reads again in the slow way, and learns what
-# is wrong.
-
-
-_tally = itemgetter("read", "written", "dropped", "dead", "requests", "prompt_tokens", "completion_tokens")
-
 
 @dataclass(slots=True)
 class CommitSums:
@@ -435,40 +425,3 @@ class CommitSums:
             sums.at = commit.at or None
         sums.unbroken = count_unbroken(sums.indices)
         return sums
-
-
-def sum_commits(path: Path | str) -> CommitSums | None:
-    """Sums up a ``commits.jsonl``. A missing file has no commits. None: some line needs a closer look.
-
-    Raises:
-        StorageFailed: the file cannot be read.
-    """
-    lines = last_lines(path)
-    bodies = [body for line in lines if (body := unseal(line)) is not None]
-    try:
-        if len(bodies) == len(lines):
-            return _sum(orjson.loads(b"[%s]" % b",".join(bodies)))
-        return None
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def _sum(commits: list[Json]) -> CommitSums | None:
-    if not commits:
-        return CommitSums()
-    rows = [(*_tally(commit["tally"]), *commit.get("work", {}).get(ENDS, (0, 0, 0))) for commit in commits]
-    numbers = list(map(sum, zip(*rows, strict=True)))
-    indices = [commit["chunk_index"] for commit in commits]
-    letters = [commit["dead_letters_size"] for commit in commits]
-    sums = CommitSums(DocumentCounts(*numbers), frozenset(indices), sum(len(commit["files"]) for commit in commits))
-    if len(sums.indices) < len(indices) or letters != sorted(letters):  # not in the order in which they were written
-        return None
-    if not all(map(is_count, [*numbers, min(indices), sum(indices)])):
-        return None
-    sums.unbroken = count_unbroken(sums.indices)
-    seconds = commits[-1].get("seconds", (0.0, 0.0))
-    at = commits[-1].get("at")
-    sums.seconds = float(seconds[1])
-    if is_seconds(at) and at:
-        sums.at = float(at)
-    return sums

@@ -34,7 +34,6 @@ from datatrove_ckpt.checkpoint.commits import (
     read_commits,
     read_last_chunk,
     scan_commits,
-    sum_commits,
     sum_counts,
     sum_delivered,
 )
@@ -397,12 +396,10 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
     ordinals: dict[int, dict[int, str]] = {}
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, want, limits, ordinals)
+    commits = read(rank.commits_file)  # whatever the listing says: the files that were read before promise them
+    rank.sums = CommitSums.of(commits.values())
     if Want.COMMITS in want:
-        rank.commits = read(rank.commits_file)
-        rank.sums = CommitSums.of(rank.commits.values())
-    else:  # whatever the listing says: they may be younger, and the files that were read before promise them
-        path = found.path(COMMITS)
-        rank.sums = sum_commits(path) or CommitSums.of(read_commits(Path(path)).values())
+        rank.commits = commits
     expected.check(rank.sums)
     _check_journals(rank, ordinals)
     rank.open_chunks = [index for index in found.journals if index not in rank.sums.indices]

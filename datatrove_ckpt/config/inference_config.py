@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
-from datatrove_ckpt.config.ways import USUAL_WAYS, WayTo
+from datatrove_ckpt.config.ways import VLLM_WAYS, WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
@@ -546,7 +546,7 @@ class Engine:
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
-    ways: ClassVar[Mapping[str, WayTo]] = USUAL_WAYS
+    ways: ClassVar[Mapping[str, WayTo]] = VLLM_WAYS
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")

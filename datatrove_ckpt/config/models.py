@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import ConfigError
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 # What ``generate`` has, and what the fields of other parts of a run's identity begin with.
-_OF_GENERATE = "classify count_finished cut_off embed empty failed last_hash last_payload rerank score tokenize tokens"
+_OF_GENERATE = "classify count_finished cut_off embed empty failed last_hash last_payload score tokens"
 _OF_CODE = "imports output_writer rollout_fn shared_context uses"
 _OF_IDENTITY = f"identity_version metadata_key models records_per_chunk rollout_version tasks {_OF_CODE}"
 _TAKEN = frozenset({*_OF_GENERATE.split(), *_OF_IDENTITY.split(), *(one.name for one in fields(InferenceConfig))})

@@ -1,4 +1,4 @@
-"""How engines are asked for what is no text: embeddings, classes, scores, tokens.
+"""How engines are asked for what is no text: embeddings, classes, scores.
 
 A way is a path and the names that a server has there for what is asked. An ``Engine`` has a row for each way that it
 knows. Answers differ, too, but tell themselves apart: ``inference.client.typed_answers`` reads all of their forms,
@@ -27,8 +27,8 @@ class WayTo:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def payload(self, values: tuple[object, ...], params: Mapping[str, Any]) -> dict[str, Any]:
-        """The payload of a request. A value that is None is left out."""
-        named = {name: value for name, value in zip(self.names, values, strict=True) if value is not None}
+        """The payload of a request."""
+        named = dict(zip(self.names, values, strict=True))
         return {**named, **self.fixed, **params}
 
 
@@ -39,8 +39,4 @@ VLLM_WAYS = {
     "embed": EMBED,
     "classify": WayTo("/classify", ("input",)),
     "score": WayTo("/score", ("text_1", "text_2")),  # for each request to /v1/score it logs a warning
-    "rerank": WayTo("/rerank", ("query", "documents", "top_n")),
-    "tokenize": WayTo("/tokenize", ("prompt",)),
 }
-USUAL_WAYS = VLLM_WAYS | {"rerank": WayTo("/v1/rerank", ("query", "documents", "top_n"))}
-"""Of servers that may be any engine: vLLM's, where there is none that more engines have."""

@@ -59,7 +59,7 @@ from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.redaction import shown
-from datatrove_ckpt.rollouts import Classification, Payload, Ranked
+from datatrove_ckpt.rollouts import Classification, Payload
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -424,7 +424,7 @@ class Requests:
         _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
         return rank.checkpoint.congested
 
-    # The methods of ``generate``: embed, classify, score, rerank, tokenize. ``rollouts.Generate`` documents them.
+    # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     #
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``). So cache, retries,
     # counters and errors are those of any request: what is here makes payloads of arguments, and values of answers. The
@@ -450,20 +450,6 @@ class Requests:
         if wrong:
             return self._refused(wrong)
         return self._score(query, list(texts))
-
-    def rerank(self, query: str, texts: Sequence[str], /, top_n: int | None = None) -> Asked[list[Ranked]]:
-        wrong = self._wrong("rerank", query, texts)
-        if not wrong and top_n is not None and (type(top_n) is not int or top_n < 1):
-            wrong = f"generate.rerank takes a top_n of at least 1, and not {top_n!r}"
-        if wrong:
-            return self._refused(wrong)
-        return self._rerank(query, list(texts), top_n)
-
-    def tokenize(self, text: str, /) -> Asked[list[int]]:
-        wrong = self._wrong("tokenize", text)
-        if wrong:
-            return self._refused(wrong)
-        return self._tokenize(text)
 
     async def _embed(self, texts: str | Sequence[str], params: Mapping[str, object]) -> Floats:
         if isinstance(texts, str):
@@ -504,22 +490,12 @@ class Requests:
             return np.empty(0, np.float32)
         return from_base64((await self._ask("score", (query, texts), {}, count=len(texts)))["scores"])
 
-    async def _rerank(self, query: str, texts: list[str], top_n: int | None) -> list[Ranked]:
-        if not texts:
-            return []
-        answer = await self._ask("rerank", (query, texts, top_n), {}, count=len(texts), best=top_n)
-        return [Ranked(index, score) for index, score in answer["ranking"]]
-
-    async def _tokenize(self, text: str) -> list[int]:
-        tokens: list[int] = (await self._ask("tokenize", (text,), {}))["tokens"]
-        return tokens
-
     async def _ask(
-        self, name: str, values: tuple[object, ...], params: Mapping[str, object], **asked: int | None
+        self, name: str, values: tuple[object, ...], params: Mapping[str, object], count: int = 1
     ) -> JsonObject:
-        """What ``typed_answers`` keeps of the answer. ``asked``: see ``typed_way``."""
+        """What ``typed_answers`` keeps of the answer. ``count``: see ``typed_way``."""
         to = self._config.engine.ways[name]
-        result = await self._answered(to.payload(values, params), typed_way(name, to.path, **asked))
+        result = await self._answered(to.payload(values, params), typed_way(name, to.path, count))
         assert result.answer is not None
         return result.answer
 

@@ -20,7 +20,7 @@ from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Repo
 from datatrove_ckpt.output.committed import file_problem, published_names, stray_advice
 from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubReads, looks_for
+from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
@@ -113,7 +113,7 @@ def _list_hub(report: Report, hub: HubFolder) -> FoundFiles:
     for path, listed in found.hub_files.items():
         found.note(path, listed.size, listed.stamp, committed.get(path))
     files = (file for chunk in report.chunks for file in chunk.files)
-    reads.look_again(found, files, looks_for({chunk.rank.folder for chunk in report.chunks}))
+    reads.look_again(found, files)
     return found
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.layout import COMMITS
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.formatting import plural
@@ -47,7 +44,6 @@ newest commits."""
 
 GENERATION_GOES_ON = "; generation goes on"
 
-_SHOWN_BY_NOW_SECONDS = 600.0
 _CONTENTION = (409, 412)
 
 
@@ -133,19 +129,14 @@ class HubReads:
         except OSError as error:
             raise given_up(self.folder, what, error) from error
 
-    def look_again(self, found: FoundFiles, files: Iterable[OutputFile], looks: Iterable[float] | None = None) -> None:
+    def look_again(self, found: FoundFiles, files: Iterable[OutputFile]) -> None:
         """Adds to a listing what the hub shows now of those files that it seemed to lack, or to have changed.
-
-        Args:
-            looks: seconds before each further look; None: ``LAG_LOOKS``.
 
         Raises:
             OutputFailed: the hub cannot be asked.
             Stopping: ``stop`` was called meanwhile.
         """
-        if looks is None:
-            looks = LAG_LOOKS
-        for seconds in looks:
+        for seconds in LAG_LOOKS:
             files = [file for file in files if not found.is_right(file)]
             if not files:
                 return
@@ -277,17 +268,6 @@ class HubUploads(HubReads):
     def _pause(self, seconds: float) -> None:
         self.calls.sleep(seconds)
         self.lease.check()
-
-
-def looks_for(folders: Iterable[Path]) -> tuple[float, ...]:
-    """How often to look again, from the age of the newest commit in these ranks' folders: old ones are shown by now."""
-    newest = 0.0
-    for folder in folders:
-        with suppress(FileNotFoundError):
-            newest = max(newest, (folder / COMMITS).stat().st_mtime)
-    if time.time() - newest < _SHOWN_BY_NOW_SECONDS:
-        return LAG_LOOKS
-    return LAG_LOOKS[:1]
 
 
 def hub_failure(error: BaseException) -> str:

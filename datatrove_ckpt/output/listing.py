@@ -23,13 +23,12 @@ from typing import Any
 import xxhash
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.retrying import failure_line, file_system_call
+from datatrove_ckpt.retrying import file_system_call
 
 _BLOCK = 1 << 20
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
@@ -134,21 +133,13 @@ def _list_hub(hub: HubFolder, base: str, committed: Mapping[str, OutputFile], ot
 
 
 def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Mapping[str, OutputFile]) -> FoundFiles:
-    try:
-        with file_system_call():
-            folder.invalidate_cache()
-            remote = _find(folder, head, numbered)
-            # Files that an earlier template named, or those with a number other than the first.
-            if any(name not in remote and not name.startswith(head) for name in committed):
-                remote |= _find(folder, "", numbered=False)
-            return _noted(remote, committed)
-    except PermissionError as error:
-        logger.warning(
-            f"{folder.resolve_paths('')} may not be listed ({failure_line(error)}), so its committed files are looked "
-            "up one by one, and files that no commit names are not seen. On S3, allow s3:ListBucket."
-        )
-        with file_system_call():
-            return _noted(dict(_look_up(folder, committed)), committed)
+    with file_system_call():
+        folder.invalidate_cache()
+        remote = _find(folder, head, numbered)
+        # Files that an earlier template named, or those with a number other than the first.
+        if any(name not in remote and not name.startswith(head) for name in committed):
+            remote |= _find(folder, "", numbered=False)
+        return _noted(remote, committed)
 
 
 def _noted(infos: Mapping[str, Mapping[str, Any]], committed: Mapping[str, OutputFile]) -> FoundFiles:
@@ -240,13 +231,6 @@ def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, os.stat_re
             yield name, (root / name).stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-
-
-def _look_up(folder: DataFolder, names: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name in names:
-        # To whom may not list, S3 does not tell a missing file from a forbidden one.
-        with suppress(FileNotFoundError, PermissionError):
-            yield plain(name), folder.info(name)
 
 
 def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, Mapping[str, Any]]:

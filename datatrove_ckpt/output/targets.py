@@ -23,8 +23,8 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -36,7 +36,6 @@ import xxhash
 from datatrove.io import DataFolder
 from loguru import logger
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
@@ -56,7 +55,6 @@ from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.removal import remove_file, sync_parents
 from datatrove_ckpt.output.stoppable import StorageCalls
 from datatrove_ckpt.retrying import (
-    failure_line,
     http_status,
     is_taken,
     s3_code,
@@ -258,7 +256,7 @@ class RemoteTarget(Target):
     def _exists(self, name: str) -> bool:
         try:
             self._info(name)
-        except (FileNotFoundError, PermissionError):  # to whom may not list, S3 does not tell a missing file
+        except FileNotFoundError:
             return False
         return True
 
@@ -339,8 +337,7 @@ class S3Target(RemoteTarget):
         """
         create = partial(self._call, "create_multipart_upload", self._probe)
         upload = self._calls.retry(f"{self._url} cannot be written to", create)["UploadId"]
-        with self._warn_if_forbidden():
-            self._abort(self._probe, upload)
+        self._abort(self._probe, upload)
         left = self.staging.parent
         if left.exists():  # a file that was being uploaded when a process ended is still staged
             found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
@@ -358,13 +355,12 @@ class S3Target(RemoteTarget):
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
     def _abort_open_uploads(self, names: set[str]) -> None:
-        with self._warn_if_forbidden():
-            what = f"{self._url}: the open uploads could not be listed"
-            found = self._calls.retry(what, lambda: self._open_uploads(names))
-            for name, upload in found:
-                self._abort(name, upload)
-            if found:
-                logger.info(f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left open.")
+        what = f"{self._url}: the open uploads could not be listed"
+        found = self._calls.retry(what, lambda: self._open_uploads(names))
+        for name, upload in found:
+            self._abort(name, upload)
+        if found:
+            logger.info(f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left open.")
 
     def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
         """Name and id of every upload of these names that was neither completed nor aborted."""
@@ -392,19 +388,6 @@ class S3Target(RemoteTarget):
                     raise
 
         self._calls.retry(f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort)
-
-    @contextmanager
-    def _warn_if_forbidden(self) -> Iterator[None]:
-        """Aborting needs permissions that writing does not. Uploads that stay open cost storage, never a document."""
-        try:
-            yield
-        except OutputFailed as error:
-            if error.__cause__ is None or retrying.STORAGE.passes(error.__cause__):
-                raise
-            logger.warning(
-                f"{self._url}: uploads that were interrupted stay open ({failure_line(error.__cause__)}). "
-                "Allow s3:ListBucketMultipartUploads and s3:AbortMultipartUpload, or give the bucket a lifecycle rule."
-            )
 
     def _call(self, method: str, name: str, **arguments: str) -> S3Response:
         bucket, key = self._bucket_and_key(name)

@@ -46,7 +46,7 @@ from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankComm
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import check_access, private_if_made, repository_is_gone
-from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads, looks_for
+from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
@@ -641,7 +641,5 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
         if number:
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
-    files = committed.values()
-    folders = {rank_folder(check.root / one.root, one.rank) for one in files if not found.is_right(one)}
-    reads.look_again(found, files, looks_for(folders))
+    reads.look_again(found, committed.values())
     return found

@@ -263,7 +263,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             documents = state["documents"]
             passed = self.skip
         found = state is not None
-        extent = self._input_extent(inputs)
+        extent = InputExtent(inputs, self.limit, is_near=self.data_folder.is_local())
         limit = self.limit if self.limit != -1 else None
         documents_bar = tqdm(total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress)
         files_bar = tqdm(total=len(inputs.names), desc="File progress", unit="file", disable=not self.file_progress)
@@ -279,7 +279,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 name = inputs.names[index]
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
                 shared = self._state_in_file(inputs, index, before, start, shard, digest)
-                self._file_extent = extent.file(index, digest.bytes, inputs.size(index))
+                self._file_extent = FileExtent(before=digest.bytes, size=inputs.size(index))
                 file = FileState(shared, extent, self._file_extent)
                 skipped_before = start.skipped
                 in_file = file_position != ()
@@ -375,9 +375,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)
-
-    def _input_extent(self, inputs: Inputs) -> InputExtent:
-        return InputExtent(inputs, self.limit, is_near=self.data_folder.is_local())
 
     # Formats -------------------------------------------------------------------------------------------------------
 

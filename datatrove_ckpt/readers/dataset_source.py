@@ -160,6 +160,7 @@ class DatasetInputs(Inputs):
         """
         number, shares = self.row_shard
         if self.is_map:
+            count(len(self.dataset))
             share = self.dataset.shard(shares, number, contiguous=False)
             if first >= len(share):
                 return iter(())

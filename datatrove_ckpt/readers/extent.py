@@ -1,9 +1,8 @@
 """How large a rank's input is, and how much of it lies before a document: for percent and time left, nothing else.
 
 The unit is bytes of the input files as they are stored, because a listing knows them; compressed files count with
-their compressed bytes. Only datasets that know their rows count rows. Within a file, the format says how its places
-become bytes (``FileExtent``). This costs nothing per document: a position refers to its file's extent, and is looked
-at once a minute.
+their compressed bytes. Within a file, the format says how its places become bytes (``FileExtent``). This costs nothing
+per document: a position refers to its file's extent, and is looked at once a minute.
 
 No file is opened for this, and no row is counted: a footer is used once the file is read anyway.
 """
@@ -53,9 +52,9 @@ class FileExtent:
     """One file of an input, and how a place in it becomes a part of it. A format fills it in when it opens the file.
 
     Attributes:
-        before: bytes, or rows, of the files before this one.
+        before: bytes of the files before this one.
         size: of this file.
-        per: bytes, or rows, for each that the first number of a place is larger; None: not known.
+        per: bytes for each that the first number of a place is larger; None: not known.
         starts: if the first number of a place is a group of rows, and the second a row of it: which part of the file
             lies before each group, from 0 to 1, with a last 1.
         lengths: rows of a group, as far as they are known.
@@ -99,27 +98,18 @@ class InputExtent:
 
     Args:
         limit: most documents that the reader yields; -1: all.
-        rows: in the input, if that is known. Then rows are counted, in files taken for equal.
         is_near: a size costs no request.
     """
 
-    def __init__(self, inputs: MeasuredInputs, limit: int, rows: int | None = None, is_near: bool = True) -> None:
-        self.total: float | None = rows
-        """In ``unit``; None: not known, or not yet: see ``measure``."""
-        self.unit: Unit = "bytes" if rows is None else "rows"
+    def __init__(self, inputs: MeasuredInputs, limit: int, is_near: bool = True) -> None:
+        self.total: float | None = None
+        """In bytes; None: not known, or not yet: see ``measure``."""
         self.measuring: threading.Thread | None = None
         """Looks the sizes up; None: nobody has asked for them, or they are known at once."""
         self._inputs = inputs
         self._limit = limit
         self._is_near = is_near
-        self._is_measured = rows is not None
-
-    def file(self, index: int, bytes_before: int, size: int) -> FileExtent:
-        """The extent of one file, whose format is still to fill it in."""
-        if self.unit == "rows":
-            share = (self.total or 0) / max(1, len(self._inputs.names))
-            return FileExtent(before=index * share, size=share, per=1.0)
-        return FileExtent(before=bytes_before, size=size)
+        self._is_measured = False
 
     def measure(self) -> None:
         """Looks the sizes up, once; beside the reading if that may take long. Not before somebody wants to know."""
@@ -153,7 +143,7 @@ class InputExtent:
         if self._limit > 0 and documents / self._limit >= done / (total or math.inf):
             return Reached(min(documents, self._limit), self._limit, "rows")
         if total is not None:
-            return Reached(min(int(done), int(total)), int(total), self.unit)
+            return Reached(min(int(done), int(total)), int(total), "bytes")
         if done:
-            return Reached(int(done), None, self.unit)
+            return Reached(int(done), None, "bytes")
         return UNKNOWN

@@ -30,7 +30,6 @@ from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import DatasetFiles, DatasetInputs, commit_of, without_commit
-from datatrove_ckpt.readers.extent import InputExtent
 from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import Inputs, shorten
 from datatrove_ckpt.readers.no_document import NoDocument
@@ -163,9 +162,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         return self.list_dataset((state or {}).get("commit")).of_rank(rank, world_size)
-
-    def _input_extent(self, inputs: Inputs) -> InputExtent:
-        return InputExtent(inputs, self.limit, _count_rows(inputs))
 
     def _read_input(self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]) -> FileRead:
         if not isinstance(inputs, DatasetInputs):
@@ -351,23 +347,3 @@ def _is_plain(features: Any) -> bool:
         return True
     kind = features.get("_type", "Value")
     return (not isinstance(kind, str) or kind in _PLAIN_TYPES) and all(map(_is_plain, features.values()))
-
-
-def _count_rows(inputs: Inputs) -> int | None:
-    """Rows of a rank's part of a dataset; None if the dataset does not say how many it has.
-
-    Of a stream's shards, only all together are known; then each counts for the mean.
-    """
-    if not isinstance(inputs, DatasetInputs):
-        return None
-    dataset = inputs.dataset
-    index, count = inputs.row_shard
-    if inputs.is_map:
-        return -(-max(0, len(dataset) - index) // count)
-    split = (getattr(dataset.info, "splits", None) or {}).get(str(dataset.split))
-    found = int(getattr(split, "num_examples", None) or 0)
-    if found == 0:
-        return None
-    if count > 1:
-        return -(-max(0, found - index) // count)
-    return found * len(inputs.shards) // max(1, int(dataset.num_shards))

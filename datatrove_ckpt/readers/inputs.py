@@ -1,9 +1,7 @@
-"""Checks that an input is still the one that a position was made for, and explains what has changed.
+"""Checks that an input is still the one that a position was made for.
 
 A state is too small for ten thousand names and sizes. Of the files that were read to their end it keeps a ``Digest``:
-their number and total size, the XOR of their hashes, and the XOR of their names. The hash shows *that* something
-differs. To show *what*, each change of a single file is tried until the hash fits: one file new, gone, renamed or
-resized. The XOR of the names gives back the name of a file that does not exist any more.
+their number and total size, and the XOR of their hashes. It shows *that* something differs.
 
 Of the current file a state keeps name, size and a hash of its first (and last) 64 kB. Files that were read to their end
 are not read again: on resume that would cost what seeking saves.
@@ -14,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial, reduce
+from functools import partial
 from glob import has_magic
-from operator import xor
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from datatrove.io import DataFolder, get_shard_from_paths_file
@@ -33,15 +30,12 @@ from datatrove_ckpt.readers.positions import ALL_ROWS, RowShard, State, in_pipel
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.step_records import plain_settings
 
-_NAME_BYTES = 64
 _SAMPLE = 2**16
 # What file systems call a value that changes with a file's content.
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "sha256", "checksum", "generation", "xet_hash")
 
 
 _Result = TypeVar("_Result")
-_Entries: TypeAlias = list[tuple[str, int]]
-"""Files by name and size in bytes."""
 
 
 def remedy(verb: str = "Restore it") -> StartOver | str:
@@ -156,17 +150,14 @@ class Inputs:
         """Checks that these are exactly the files of a digest's state, also those that were not read yet.
 
         Raises:
-            CheckpointMismatch: some are gone, new, renamed or resized. The message names the file if it is one.
+            CheckpointMismatch: some are gone, new, renamed or resized.
         """
-        if self.digest(len(self.names)).is_of(before):
-            return
-        entries = [(name, self.known_size(index)) for index, name in enumerate(self.names)]
-        raise _refusal(
-            entries,
-            before,
-            f"there were {before['files']} files of {before['bytes']} bytes, and there are {len(entries)} of "
-            f"{sum(size for _, size in entries)} bytes",
-        )
+        now = self.digest(len(self.names))
+        if not now.is_of(before):
+            raise CheckpointMismatch(
+                f"The input has changed: there were {before['files']} files of {before['bytes']} bytes, and there are "
+                f"{now.files} of {now.bytes} bytes. {remedy()}"
+            )
 
     def known_size(self, index: int) -> int:
         """The size of a file that existed when the state was made.
@@ -192,18 +183,14 @@ class Inputs:
             digest = self.digest(count)
             if digest.is_of(before):
                 return digest
-        names = list(map(shorten, self.names))
-        if current not in names:
+        if current not in map(shorten, self.names):
             raise CheckpointMismatch(
                 f"The input has changed: the file {current!r}, which the position is in, is gone or has another name. ",
                 remedy(),
             )
-        entries = [(name, self.known_size(index)) for index, name in enumerate(self.names[: names.index(current)])]
-        raise _refusal(
-            entries,
-            before,
-            f"{before['files']} files of {before['bytes']} bytes were read before {current!r}, and the {len(entries)} "
-            f"files of {sum(size for _, size in entries)} bytes before it now are not the same",
+        raise CheckpointMismatch(
+            f"The input has changed: {before['files']} files of {before['bytes']} bytes were read before {current!r}, "
+            f"and the files before it now are not the same. {remedy()}"
         )
 
 
@@ -214,16 +201,14 @@ class Digest:
         self.files = 0
         self.bytes = 0
         self.all = 0
-        self.names = 0
 
     def add(self, name: str, size: int) -> None:
         self.all ^= _entry(self.files, name, size)
-        self.names ^= _name_to_number(name)
         self.bytes += size
         self.files += 1
 
     def state(self) -> State:
-        return {"files": self.files, "bytes": self.bytes, "all": f"{self.all:016x}", "names": f"{self.names:x}"}
+        return {"files": self.files, "bytes": self.bytes, "all": f"{self.all:016x}"}
 
     def is_of(self, state: State) -> bool:
         """Whether the state is of these files. States of earlier releases hold more."""
@@ -268,71 +253,6 @@ def metadata_hash(metadata: dict[str, Any] | None) -> str:
 def _entry(index: int, name: str, size: int) -> int:
     # The index makes the order count, which XOR ignores.
     return int(xxh3_64_intdigest(f"{index}/{size}/{name}".encode()))
-
-
-def _name_to_number(name: str) -> int:
-    return int.from_bytes(name.encode()[-_NAME_BYTES:], "big")
-
-
-def _number_to_name(number: int) -> str:
-    return number.to_bytes(_NAME_BYTES, "big").lstrip(b"\0").decode(errors="replace")
-
-
-# Explaining a change -------------------------------------------------------------------------------------------
-
-
-class _Change(NamedTuple):
-    """A change of a single file. ``then``: its entry before the change; None: the file is new."""
-
-    text: str
-    then: tuple[str, int] | None
-
-
-def _refusal(entries: _Entries, before: State, otherwise: str) -> CheckpointMismatch:
-    """The error for files that are not those of a digest's state. ``otherwise``: the text for several changes."""
-    change = _find_change(entries, before)
-    if change is None:
-        return CheckpointMismatch(f"The input has changed: {otherwise}. {remedy()}")
-    if change.then is None:
-        return CheckpointMismatch(f"The input has changed: {change.text}. {remedy('Take it out')}")
-    return CheckpointMismatch(f"The input has changed: {change.text}. {remedy()}")
-
-
-def _find_change(entries: _Entries, before: State) -> _Change | None:
-    """The change of a single file that explains the difference; None: there is none."""
-    moved = before["files"] - len(entries)
-    if moved not in (-1, 0, 1):
-        return None
-    size_then = before["bytes"] - sum(size for _, size in entries)
-    names_then = reduce(xor, (_name_to_number(name) for name, _ in entries), int(before["names"], 16))
-    # The hashes of each file and those after it, at the places where they were before the change.
-    after = [0]
-    for index, entry in reversed([*enumerate(entries)]):
-        after.append(after[-1] ^ _entry(index + moved, *entry))
-    hash_before = 0
-    for index, (name, size) in enumerate([*entries, ("", 0)][: len(entries) + max(0, moved)]):
-        change = _change_of(moved, name, size, names_then, size_then)
-        found = hash_before ^ after[len(entries) - index - (moved < 1)]
-        if change.then is not None:
-            found ^= _entry(index, *change.then)
-        if f"{found:016x}" == before["all"]:
-            return change
-        hash_before ^= _entry(index, name, size)
-    return None
-
-
-def _change_of(moved: int, name: str, size: int, names_then: int, size_then: int) -> _Change:
-    """The change, if it is this file that was added, renamed or resized, or that follows the one that is gone."""
-    if moved == 1:
-        gone = _number_to_name(names_then)
-        return _Change(f"the file {gone!r} is gone", (gone, size_then))
-    if moved == -1:
-        return _Change(f"the file {name!r} is new", None)
-    size_then += size
-    if names_then == 0:
-        return _Change(f"the file {name!r} had {size_then} bytes, and has {size}", (name, size_then))
-    renamed = _number_to_name(names_then ^ _name_to_number(name))
-    return _Change(f"the file {renamed!r} is now {name!r}", (renamed, size_then))
 
 
 # Records of what was read -----------------------------------------------------------------------------------------

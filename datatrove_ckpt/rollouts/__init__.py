@@ -16,7 +16,6 @@ from datatrove_ckpt.rollouts.interface import (
     Generate,
     InferenceResult,
     Payload,
-    Ranked,
     Rollout,
     chat,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "JudgeRollout",
     "Payload",
     "PromptRollout",
-    "Ranked",
     "ReadyMade",
     "Rollout",
     "chat",

@@ -73,19 +73,6 @@ class Classification:
     scores: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """One text of the answer of ``generate.rerank``.
-
-    Attributes:
-        index: of the text, from 0.
-        score: the model's; a higher one is better.
-    """
-
-    index: int
-    score: float
-
-
 class Generate(Protocol):
     """The second argument of a rollout: sends one request.
 
@@ -129,12 +116,6 @@ class Generate(Protocol):
 
     async def score(self, query: str, texts: Sequence[str], /) -> Floats:
         """How well each text fits the query, as a cross-encoder or reranker says: an array of the shape (texts,)."""
-
-    async def rerank(self, query: str, texts: Sequence[str], /, top_n: int | None = None) -> list[Ranked]:
-        """The texts by their score, the best first; with ``top_n`` so many of them."""
-
-    async def tokenize(self, text: str, /) -> list[int]:
-        """The text's tokens with those that the model's tokenizer adds, such as a first one."""
 
 
 Rollout: TypeAlias = Callable[..., Awaitable[object]]

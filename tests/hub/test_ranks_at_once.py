@@ -23,7 +23,7 @@ RANKS, DOCUMENTS = 4, 10
 def test_every_file_is_there_once(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
-    policy("HUB", "HUB_LOOK", first=0.01, limited_first=0.01)
+    policy("HUB", "HUB_LOOK", first=0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     hub.create_repo("org/data")
     hub.lag_commits = 1

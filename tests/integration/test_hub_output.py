@@ -55,7 +55,7 @@ def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
-    policy("HUB", "HUB_LOOK", first=0.01, limited_first=0.01)
+    policy("HUB", "HUB_LOOK", first=0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
 
 

@@ -338,20 +338,17 @@ def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path: Path, server
 
 
 class ByPrefix(MemoryFileSystem):
-    """A file system in memory that lists by prefix, as s3fs does, and may forbid it."""
+    """A file system in memory that lists by prefix, as s3fs does."""
 
     protocol = "byprefix"
     store: dict[str, Any] = {}  # noqa: RUF012 (as fsspec's own)
     listed: list[tuple[str, str]] = []  # noqa: RUF012 (as fsspec's own)
-    forbidden = False
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return str(super()._strip_protocol(path.replace("byprefix://", "memory://")))
 
     def find(self, path: str, prefix: str = "", **options: Any) -> Any:
-        if self.forbidden:
-            raise PermissionError("Access Denied")
         self.listed.append((path, prefix))
         return {
             name: info for name, info in super().find(path, **options).items() if name.startswith(f"{path}/{prefix}")
@@ -368,14 +365,10 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> type[ByPrefix]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("forbidden", [False, True])
-def test_remote_files_are_listed_once_by_prefix_or_looked_up_one_by_one(
-    tmp_path: Path, server: FakeServer, remote: type[ByPrefix], monkeypatch: pytest.MonkeyPatch, forbidden: bool
-) -> None:
-    monkeypatch.setattr(remote, "forbidden", forbidden)
+def test_remote_files_are_listed_once_by_prefix(tmp_path: Path, server: FakeServer, remote: type[ByPrefix]) -> None:
     output = JsonlWriter("byprefix://out", "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run(documents(6), 3, 4)
-    assert remote.listed == [] if forbidden else [("/out", "00003_")] * 2, "before the first start, and at the end"
+    assert remote.listed == [("/out", "00003_")] * 2, "before the first start, and at the end"
     runner(tmp_path, server, output_writer=output).run(documents(6), 3, 4)
     del remote.store["/out/00003_00001.jsonl"]
     remote().pipe_file("/out/00003_00002.jsonl", b"another")

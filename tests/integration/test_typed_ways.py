@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt import Classification, InferenceConfig, InferenceRunner, Ranked
+from datatrove_ckpt import Classification, InferenceConfig, InferenceRunner
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.testing import FakeServer
@@ -49,7 +49,7 @@ def scores(payload: Payload) -> Payload:
 
 def ranking(payload: Payload) -> Payload:
     found = [(score_of(payload["query"], text), at) for at, text in enumerate(payload["documents"])]
-    found = sorted(found, reverse=True)[: payload.get("top_n")]
+    found = sorted(found, reverse=True)
     return {"results": [{"index": at, "relevance_score": score} for score, at in found]}
 
 
@@ -57,18 +57,12 @@ def classes(payload: Payload) -> Payload:
     return {"data": [{"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}]}
 
 
-def tokens(payload: Payload) -> Payload:
-    return {"tokens": list((payload.get("prompt") or payload["content"]).encode())}
-
-
 PATHS: dict[str, Callable[[Payload], Payload]] = {
     "/v1/embeddings": embeddings,
     "/classify": classes,
     "/v1/classify": classes,
     "/score": scores,
-    "/rerank": ranking,
     "/v1/rerank": ranking,
-    "/tokenize": tokens,
 }
 TEXTS = ["one", "two", "three"]
 
@@ -93,16 +87,11 @@ async def all_ways(document: Document, generate: Any) -> object:
     assert fits.dtype == np.float32
     assert fits.tolist() == np.array([score_of(text, each) for each in TEXTS], np.float32).tolist()
     assert (await generate.score(text, [])).shape == (0,)
-    ranked = await generate.rerank(text, TEXTS)
-    assert ranked == sorted((Ranked(at, score_of(text, t)) for at, t in enumerate(TEXTS)), key=lambda r: -r.score)
-    assert await generate.rerank(text, TEXTS, top_n=2) == ranked[:2]
-    assert await generate.rerank(text, []) == []
-    assert await generate.tokenize(text) == list(text.encode())
     named = await generate.classify(text, labels=["bad", "good"])
     assert named == Classification("good", 0.75, {"bad": 0.25, "good": 0.75})
     assert await generate.classify(text) == Classification("good", 0.75, {"0": 0.25, "1": 0.75})
     document.metadata["vector"] = one
-    return {"both": both, "ranked": ranked[0], "class": named, "text": text}
+    return {"both": both, "class": named, "text": text}
 
 
 def test_each_way_is_kept_and_never_asked_twice(numbers: FakeServer, tmp_path: Path) -> None:
@@ -150,8 +139,6 @@ def test_what_a_way_is_told_apart_by(numbers: FakeServer, tmp_path: Path) -> Non
         (lambda generate: generate.embed(["a", None]), "generate.embed takes texts, and not a NoneType"),
         (lambda generate: generate.classify(["a"]), "generate.classify takes texts, and not a list"),
         (lambda generate: generate.score("a", "b"), "generate.score takes a list of texts, and not one text"),
-        (lambda generate: generate.rerank("a", ["b"], top_n=0), "a top_n of at least 1, and not 0"),
-        (lambda generate: generate.tokenize(b"a"), "generate.tokenize takes texts, and not a bytes"),
         (lambda generate: generate.classify("a", labels=["b"]), "has 1 labels, and the model has 2 classes"),
     ],
 )
@@ -198,8 +185,6 @@ def test_each_engine_is_asked_in_its_form(
     async def ask(document: Document, generate: Any) -> object:
         assert (await generate.embed(document.text)).tolist() == np.array(vector_of("text 0"), np.float32).tolist()
         assert len(await generate.score(document.text, TEXTS)) == 3
-        assert len(await generate.rerank(document.text, TEXTS, top_n=1)) == 1
-        assert await generate.tokenize(document.text) == list(b"text 0")
         if name != "llamacpp":
             assert (await generate.classify(document.text)).label == "good"
         return "done"
@@ -207,7 +192,7 @@ def test_each_engine_is_asked_in_its_form(
     engine_config(numbers, name, monkeypatch)
     if name == "sglang":
         numbers.paths = {**PATHS, "/v1/rerank": sglang_ranking}
-        del numbers.paths["/score"], numbers.paths["/rerank"], numbers.paths["/classify"]
+        del numbers.paths["/score"], numbers.paths["/classify"]
     runner(tmp_path, numbers, ask).run(documents(1))
     assert len(rows(tmp_path)) == 1
 
@@ -217,10 +202,9 @@ def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path: Path) -
         vectors = await generate.embed([document.text, document.text, "other"])
         assert vectors[0].tolist() == vectors[1].tolist() != vectors[2].tolist()
         assert (await generate.embed(document.text, encoding_format="float")).tolist() == vectors[0].tolist()
-        ranked = await generate.rerank(document.text, TEXTS, top_n=2)
-        assert ranked[0].score == max(await generate.score(document.text, TEXTS))
+        fits = await generate.score(document.text, TEXTS)
         found = await generate.classify(document.text)
-        return [vectors, ranked, found, found.scores[found.label], await generate.tokenize(document.text)]
+        return [vectors, fits, found, found.scores[found.label]]
 
     config = InferenceConfig(server_type="dummy", model_name_or_path="m", reuse_servers=False)
     for folder in (tmp_path / "a", tmp_path / "b"):

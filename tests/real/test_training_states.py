@@ -246,5 +246,5 @@ def test_restore_refuses_another_input_or_setting_before_the_first_batch(folder:
     with pytest.raises(CheckpointMismatch, match="skip"):
         restore(make(ParquetReader(folder, skip=1)), [state])
     pq.write_table(pa.table({"text": TEXTS}), Path(folder, "9.parquet"))
-    with pytest.raises(CheckpointMismatch, match=r"9\.parquet.* is new"):
+    with pytest.raises(CheckpointMismatch, match=r"there were . files"):
         restore(make(), [state])

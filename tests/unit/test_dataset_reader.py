@@ -235,7 +235,7 @@ def resume(options: dict[str, Any], document: Document, rank: int = 0, tasks: in
     return list(reader.run(None, rank, tasks))
 
 
-def test_changed_files_of_a_stream_are_refused_by_name(tmp_path: Path) -> None:
+def test_changed_files_of_a_stream_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "parquet")
     options = arguments(folder, "parquet", streaming=True)
     last = read(HuggingFaceDatasetReader, options)[-1]
@@ -245,11 +245,11 @@ def test_changed_files_of_a_stream_are_refused_by_name(tmp_path: Path) -> None:
         resume(options, last)
     (folder / "2.parquet").write_bytes(contents[folder / "2.parquet"])
     (folder / "0.parquet").unlink()
-    with pytest.raises(CheckpointMismatch, match=r"0\.parquet' is gone"):
+    with pytest.raises(CheckpointMismatch, match="the files before it now are not the same"):
         resume(options, last)
     (folder / "0.parquet").write_bytes(contents[folder / "0.parquet"])
     (folder / "10.parquet").write_bytes(contents[folder / "1.parquet"])
-    with pytest.raises(CheckpointMismatch, match=r"10\.parquet' is new"):
+    with pytest.raises(CheckpointMismatch, match="the files before it now are not the same"):
         resume(options, last)
     (folder / "10.parquet").unlink()
     (folder / "3.parquet").write_bytes(contents[folder / "1.parquet"])

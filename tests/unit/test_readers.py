@@ -450,40 +450,26 @@ def overwrite(path: Path, old: bytes, new: bytes) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "gone": (lambda f: (f / "f1.jsonl").unlink(), "'f1.jsonl'.* is gone"),
-    "new": (lambda f: (f / "f1a.jsonl").write_text(""), "'f1a.jsonl' is new"),
+    "gone": (lambda f: (f / "f1.jsonl").unlink(), "3 files of 144 bytes were read before 'f3.jsonl'"),
+    "new": (lambda f: (f / "f1a.jsonl").write_text(""), "the files before it now are not the same"),
     "current gone": (lambda f: (f / "f3.jsonl").unlink(), "'f3.jsonl'.* is gone"),
-    "shrunk": (lambda f: (f / "f0.jsonl").write_text(""), "'f0.jsonl' had 48 bytes, and has 0"),
-    "grown": (lambda f: overwrite(f / "f2.jsonl", b"2.1", b"2.11"), "'f2.jsonl' had 48 bytes, and has 49"),
-    "renamed": (lambda f: (f / "f1.jsonl").rename(f / "f1b.jsonl"), "'f1.jsonl' is now 'f1b.jsonl'"),
+    "shrunk": (lambda f: (f / "f0.jsonl").write_text(""), "the files before it now are not the same"),
+    "grown": (lambda f: overwrite(f / "f2.jsonl", b"2.1", b"2.11"), "the files before it now are not the same"),
+    "renamed": (lambda f: (f / "f1.jsonl").rename(f / "f1b.jsonl"), "the files before it now are not the same"),
     "current renamed": (lambda f: (f / "f3.jsonl").rename(f / "f3a.jsonl"), "'f3.jsonl'.*has another name"),
-    "two changes": (
-        lambda f: ((f / "f1.jsonl").unlink(), (f / "f2.jsonl").write_text("")),
-        "3 files of 144 bytes were",
-    ),
     "current shrunk": (lambda f: os.truncate(f / "f3.jsonl", 20), "'f3.jsonl' ends before the saved position"),
     "current changed": (lambda f: overwrite(f / "f3.jsonl", b"3.0", b"3.x"), "'f3.jsonl' has changed before byte 32"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_input_that_is_no_continuation_is_refused_by_the_name_of_the_file(six: Path, change: str) -> None:
+def test_an_input_that_is_no_continuation_is_refused(six: Path, change: str) -> None:
     state = stop(six)
     assert resume(six, state) == REST
     make, message = CHANGES[change]
     make(six)
     with pytest.raises(CheckpointMismatch, match=message):
         resume(six, state)
-
-
-def test_the_file_is_named_among_a_hundred(tmp_path: Path) -> None:
-    for i in range(100):
-        (tmp_path / f"{i:04}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
-    state = stop(tmp_path, after=90)
-    new = tmp_path / "0042.a.jsonl"
-    new.write_text("")
-    with pytest.raises(CheckpointMismatch, match=new.name):
-        resume(tmp_path, state)
 
 
 def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -494,7 +480,7 @@ def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory:
     assert resume(six, state, paths_file=paths.as_posix()) == REST
     names[1], names[2] = names[2], names[1]
     paths.write_text("\n".join(names))
-    with pytest.raises(CheckpointMismatch, match=r"the 3 files of 144 bytes before it now are not the same"):
+    with pytest.raises(CheckpointMismatch, match="the files before it now are not the same"):
         resume(six, state, paths_file=paths.as_posix())
     (six / "f2.jsonl").unlink()
     with pytest.raises(CheckpointMismatch, match=r"'f2.jsonl' is gone"):

@@ -267,19 +267,16 @@ def write_new(folder: Path, *names: str) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gone": (lambda folder: (folder / "3.parquet").unlink(), r"the file '3\.parquet' is gone\. Restore it"),
-    "new": (lambda folder: write_new(folder, "4.parquet"), r"'4\.parquet' is new\. Take it out"),
-    "resized": (lambda folder: write_new(folder, "2.parquet"), r"'2\.parquet' had \d+ bytes, and has"),
-    "renamed": (
-        lambda folder: (folder / "2.parquet").rename(folder / "2b.parquet"),
-        r"'2\.parquet' is now '2b\.parquet'",
-    ),
-    "rows": (write_other_row_groups, r"'0\.parquet' had|other row groups"),
+    "gone": (lambda folder: (folder / "3.parquet").unlink(), r"there were 4 files of \d+ bytes, and there are 3 of"),
+    "new": (lambda folder: write_new(folder, "4.parquet"), r"there were 4 files of \d+ bytes, and there are 5 of"),
+    "resized": (lambda folder: write_new(folder, "2.parquet"), r"there were 4 files of \d+ bytes, and there are 4 of"),
+    "renamed": (lambda folder: (folder / "2.parquet").rename(folder / "2b.parquet"), "there were 4 files"),
+    "rows": (write_other_row_groups, "there were 4 files|other row groups"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_files_that_changed_are_named_read_or_not(parquet: SeekingReader, change: str) -> None:
+def test_files_that_changed_are_refused_read_or_not(parquet: SeekingReader, change: str) -> None:
     (state,) = states_of(parquet, (1, 1))
     make, named = CHANGES[change]
     make(Path(parquet.data_folder.path))

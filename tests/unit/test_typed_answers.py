@@ -17,9 +17,9 @@ BASE64 = base64.b64encode(np.array(VECTOR, "<f4").tobytes()).decode()
 USAGE = {"prompt_tokens": 7, "total_tokens": 7}
 
 
-def kept(name: str, answer: Any, count: int = 1, best: int | None = None) -> Any:
+def kept(name: str, answer: Any, count: int = 1) -> Any:
     raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    completion = typed_way(name, "/v1/x", count=count, **({} if best is None else {"best": best})).parse(raw, str)
+    completion = typed_way(name, "/v1/x", count).parse(raw, str)
     assert (completion.text, completion.finish_reason) == ("", "stop")
     return completion.answer
 
@@ -61,11 +61,9 @@ def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector: Any) -> No
         ),
         ("classify", data({"label": "a", "probs": [0.7, 0.3]}), {"label": "a", "probabilities": [0.7, 0.3]}),
         ("classify", data({"index": 0, "label": None, "probs": [1]}), {"label": None, "probabilities": [1]}),
-        ("tokenize", {"tokens": [1, 2], "count": 2, "max_model_len": 9}, {"tokens": [1, 2]}),
-        ("tokenize", {"tokens": []}, {"tokens": []}),
     ],
 )
-def test_classes_and_tokens(name: str, answer: Any, expected: Any) -> None:
+def test_classes(name: str, answer: Any, expected: Any) -> None:
     assert kept(name, answer) == expected
 
 
@@ -79,18 +77,10 @@ def test_classes_and_tokens(name: str, answer: Any, expected: Any) -> None:
     ],
     ids=["vllm", "without an index", "llamacpp", "sglang"],
 )
-def test_scores_and_rankings(answer: Any) -> None:
+def test_scores(answer: Any) -> None:
     assert from_base64(kept("score", answer, 2)["scores"]).tolist() == [0.25, 0.75]
-    if all("index" in row for row in (answer if isinstance(answer, list) else answer.get("data", []))):
-        assert kept("rerank", answer, 2) == {"ranking": [[1, 0.75], [0, 0.25]]}
-        assert kept("rerank", answer, 2, 1) == {"ranking": [[1, 0.75]]}
-        assert kept("rerank", answer, 2, 5) == kept("rerank", answer, 2)
-    parsed = typed_way("score", "/v1/x", count=2).parse(json.dumps(answer).encode(), str)
+    parsed = typed_way("score", "/v1/x", 2).parse(json.dumps(answer).encode(), str)
     assert parsed.usage["prompt_tokens"] == 7
-
-
-def test_equal_scores_are_ranked_in_the_order_of_the_texts() -> None:
-    assert kept("rerank", results((2, 0.5), (0, 0.5), (1, 0.75)), 3) == {"ranking": [[1, 0.75], [0, 0.5], [2, 0.5]]}
 
 
 def vectors(*values: Any) -> dict[str, Any]:
@@ -100,7 +90,7 @@ def vectors(*values: Any) -> dict[str, Any]:
 WRONG: list[tuple[str, Any, int]] = [
     *(
         (name, answer, 1)
-        for name in ("embed", "classify", "score", "rerank", "tokenize")
+        for name in ("embed", "classify", "score")
         for answer in (
             b"",
             b"7",
@@ -140,18 +130,15 @@ WRONG: list[tuple[str, Any, int]] = [
     ("classify", data({"index": 0, "label": "a", "probs": []}), 1),
     ("score", data({"index": 0, "score": None}), 1),
     ("score", data({"index": 0, "score": 1.0}), 2),
-    ("rerank", results((0, 1.0)), 2),
-    ("rerank", results((0, 1.0), (0, 1.0)), 2),
-    ("rerank", results((-1, 1.0)), 1),
-    ("rerank", results((0, 1.0), (2, 1.0)), 2),
-    ("rerank", results(("0", 1.0)), 1),
-    ("rerank", results(([], 1.0)), 1),
-    ("rerank", results((None, 1.0)), 1),
-    *((name, {"results": [{"relevance_score": 0.75}, {"relevance_score": 0.25}]}, 2) for name in ("score", "rerank")),
-    *((name, [{"score": 0.75}, {"score": 0.25}], 2) for name in ("score", "rerank")),
-    ("rerank", data({"score": 0.75}, {"score": 0.25}), 2),
-    ("tokenize", {"tokens": ["a"]}, 1),
-    ("tokenize", {"tokens": [{"id": 1}]}, 1),
+    ("score", results((0, 1.0)), 2),
+    ("score", results((0, 1.0), (0, 1.0)), 2),
+    ("score", results((-1, 1.0)), 1),
+    ("score", results((0, 1.0), (2, 1.0)), 2),
+    ("score", results(("0", 1.0)), 1),
+    ("score", results(([], 1.0)), 1),
+    ("score", results((None, 1.0)), 1),
+    ("score", {"results": [{"relevance_score": 0.75}, {"relevance_score": 0.25}]}, 2),
+    ("score", [{"score": 0.75}, {"score": 0.25}], 2),
 ]
 
 

@@ -34,10 +34,8 @@ _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 _WAYS = {  # it serves no classes
     "embed": EMBED,
     "score": WayTo("/v1/rerank", ("query", "documents")),
-    "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n")),
-    "tokenize": WayTo("/tokenize", ("content",), {"add_special": True}),
 }
-# How vectors are pooled, the GGUF file says; of a model that generates, the server takes the mean.
+# How vectors are pooled, the GGUF file says, or ``pooling_type`` in model_kwargs.
 _TASK_FLAGS = {"embed": {"embedding": True}}
 
 

@@ -30,8 +30,6 @@ _WAYS = {
     "embed": EMBED,
     "classify": WayTo("/v1/classify", ("input",)),
     "score": WayTo("/v1/rerank", ("query", "documents"), {"return_documents": False}),
-    "rerank": WayTo("/v1/rerank", ("query", "documents", "top_n"), {"return_documents": False}),
-    "tokenize": WayTo("/tokenize", ("prompt",)),
 }
 _TASK_FLAGS = {"embed": {"is-embedding": True}, "classify": {"is-embedding": True}}
 

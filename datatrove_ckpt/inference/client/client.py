@@ -516,7 +516,7 @@ class CompletionClient:
         advice = failure.retry_after
         if advice is not None:
             advice = min(advice, clock.left(failure))
-        return retrying.SERVER.wait(failures, failure.status, advice)
+        return retrying.SERVER.wait(failures, advice)
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt. If the patience with an outage ends before, that attempt is due then."""

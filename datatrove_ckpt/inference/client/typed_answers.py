@@ -1,11 +1,9 @@
-"""Parses answers that are numbers: embeddings, classes, scores, rankings and tokens, in the forms of all engines.
+"""Parses answers that are numbers: embeddings, classes and scores, in the forms of all engines.
 
     way       OpenAI, vLLM                      SGLang                       llama.cpp
     embed     data[] index, embedding           the same                     the same
     classify  data[] index, label, probs        the same
     score     data[] index, score               [] index, score (rerank)     results[] index, relevance_score (rerank)
-    rerank    results[] index, relevance_score  [] index, score              results[] index, relevance_score
-    tokenize  tokens[]                          tokens[]                     tokens[]
 
 What is kept is small, the same in each run, and exact: an array is base64 of its float32 values, little-endian. An
 answer that lacks a value, has another number of values than was asked for, or has NaN or infinity (JSON has null for
@@ -39,14 +37,14 @@ _FLOAT32 = np.dtype("<f4")  # as in base64
 _ROWS = ("data", "results")
 
 
-def typed_way(name: str, path: str, **asked: int | None) -> Way:
+def typed_way(name: str, path: str, count: int) -> Way:
     """The way to a path of which a typed answer is expected.
 
     Args:
-        name: "embed", "classify", "score", "rerank" or "tokenize".
-        asked: count, how many texts are asked about; of a ranking also best, how many are wanted (None: all).
+        name: "embed", "classify" or "score".
+        count: how many texts are asked about.
     """
-    return Way(way_to(path).path, partial(_PARSERS[name], **asked), f"{name}()", is_shared=name == "embed")
+    return Way(way_to(path).path, partial(_PARSERS[name], count=count), f"{name}()", is_shared=name == "embed")
 
 
 class Base64(str):
@@ -70,7 +68,7 @@ def from_base64(text: str) -> Floats:
     return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
 
 
-def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int = 1) -> Completion:
+def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
     """Vectors of one length, in the order of their texts: ``embeddings``, base64.
 
     Raises:
@@ -84,7 +82,7 @@ def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int = 1) -> Com
     return other_than_text(answer, {"embeddings": list(map(to_base64, vectors, texts))})
 
 
-def parse_classes(raw: bytes, redact: Redact = str, *, count: int = 1) -> Completion:
+def parse_classes(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
     """``label``, None if the server does not name it, and ``probabilities``: of all classes in the model's order.
 
     Raises:
@@ -108,41 +106,10 @@ def parse_scores(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
     return other_than_text(answer, {"scores": to_base64(_numbers([_score(row) for row in rows], "scores"))})
 
 
-def parse_ranking(raw: bytes, redact: Redact = str, *, count: int, best: int | None = None) -> Completion:
-    """``ranking``: pairs of index and score, the best first. Equal ones are in the order of the texts.
-
-    Raises:
-        RetryableError: the answer has another form, or fewer scores.
-    """
-    answer, rows = _read(raw, redact)
-    indices = _indices(rows, in_order=False)
-    wanted = min(count, best or count)
-    if len(rows) < wanted or len(set(indices)) < len(rows) or not set(range(count)).issuperset(indices):
-        raise RetryableError(f"the answer ranks the texts {indices[:9]}, not {wanted} of {count}")
-    scores = _numbers([_score(row) for row in rows], "scores", np.float64).tolist()
-    ranking = sorted(zip(indices, scores, strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return other_than_text(answer, {"ranking": [list(pair) for pair in ranking[:wanted]]})
-
-
-def parse_tokens(raw: bytes, redact: Redact = str, *, count: int = 1) -> Completion:
-    """``tokens``: their numbers.
-
-    Raises:
-        RetryableError: the answer has another form.
-    """
-    answer = read_json(raw, redact)
-    tokens = answer.get("tokens") if isinstance(answer, dict) else None
-    if not isinstance(answer, dict) or not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise RetryableError("the answer has no tokens, or they are no integers")
-    return other_than_text(answer, {"tokens": tokens})
-
-
 _PARSERS: dict[str, Callable[..., Completion]] = {
     "embed": parse_embeddings,
     "classify": parse_classes,
     "score": parse_scores,
-    "rerank": parse_ranking,
-    "tokenize": parse_tokens,
 }
 
 
@@ -151,20 +118,13 @@ def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[Json
     in order. Several others are a ranking.
     """
     answer, rows = _read(raw, redact)
-    indices = _indices(rows, in_order=count == 1 or rows is answer.get("data"))
-    if len(rows) != count or set(indices) != set(range(count)):
+    indices = list(range(len(rows)))
+    in_order = count == 1 or rows is answer.get("data")
+    if not in_order or any("index" in row for row in rows):
+        indices = [row.get("index", "missing") for row in rows]
+    if not all(type(index) is int for index in indices) or sorted(indices) != list(range(count)):
         raise RetryableError(f"the answer has {len(rows)} rows with the indices {indices[:9]}, not one for each text")
     return answer, [row for _, row in sorted(zip(indices, rows, strict=True), key=lambda pair: pair[0])]
-
-
-def _indices(rows: list[JsonObject], in_order: bool) -> list[int]:
-    """``in_order``: if no row has an index, the place of each row is its index."""
-    if in_order and not any("index" in row for row in rows):
-        return list(range(len(rows)))
-    indices = [row.get("index", "missing") for row in rows]
-    if not all(type(index) is int for index in indices):
-        raise RetryableError(f"the answer's rows have the indices {indices[:9]}, which must be integers")
-    return indices
 
 
 def _read(raw: bytes, redact: Redact) -> tuple[JsonObject, list[JsonObject]]:

@@ -1,7 +1,7 @@
 """``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug pipelines without a model.
 
 It gives the same answers as datatrove's own dummy server, text and token counts included, on /v1/chat/completions and
-on /v1/completions. Where vLLM answers with embeddings, classes, scores and tokens, it answers with numbers that depend
+on /v1/completions. Where vLLM answers with embeddings, classes and scores, it answers with numbers that depend
 on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is set, and listens on 127.0.0.1.
 """
 
@@ -129,23 +129,10 @@ def _scores(payload: _Payload) -> _Payload:
     return {"data": [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]}
 
 
-def _ranking(payload: _Payload) -> _Payload:
-    scores = [_numbers([payload.get("query"), text], 1)[0] for text in _listed(payload.get("documents"))]
-    best = sorted(range(len(scores)), key=lambda at: -scores[at])[: payload.get("top_n") or None]
-    return {"results": [{"index": at, "relevance_score": scores[at]} for at in best]}
-
-
-def _tokens(payload: _Payload) -> _Payload:
-    tokens = list(str(payload.get("prompt")).encode())
-    return {"tokens": tokens, "count": len(tokens)}
-
-
 _NUMBERS = {
     "/v1/embeddings": _embeddings,
     "/classify": _classes,
     "/score": _scores,
-    "/v1/rerank": _ranking,
-    "/tokenize": _tokens,
 }
 
 

@@ -14,22 +14,15 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from enum import Enum
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
 
 # llama.cpp's log levels: 2 is warnings and errors. At its default, 3, the log grows by a page per request.
 _WARNINGS = 2
-
-# Kinds of values in a GGUF header, and how many bytes those of one length have.
-_STRING = 8
-_ARRAY = 9
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 # Of xllamacpp.CommonParams, which has no type hints, hence ``Any``.
 CommonParams = Any
@@ -97,43 +90,7 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
             setattr(params, name, value)
         except (TypeError, ValueError) as error:
             parser.error(f"unrecognized arguments: --{name}={value} ({error})")
-    if given.get("embedding") and "pooling_type" not in given and lacks_pooling(params.model.path):
-        params.pooling_type = type(params.pooling_type).LLAMA_POOLING_TYPE_MEAN
     return params
-
-
-def lacks_pooling(path: str) -> bool:
-    """Whether the header of a GGUF file does not say how vectors are pooled: that of a model that generates.
-
-    False if it cannot be read: llama.cpp says why.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            magic, version, _, pairs = _unpack("4sIQQ", file)
-            if magic != b"GGUF" or version < 2:
-                return False
-            return not any(_named(file).endswith(b".pooling_type") for _ in range(pairs))
-    except (OSError, KeyError, struct.error, OverflowError, MemoryError):
-        return False
-
-
-def _named(file: IO[bytes]) -> bytes:
-    """The next name of a GGUF header; its value is passed over."""
-    name = file.read(*_unpack("Q", file))
-    (kind,) = _unpack("I", file)
-    count = 1
-    if kind == _ARRAY:
-        kind, count = _unpack("IQ", file)
-    if kind != _STRING:
-        file.seek(_SIZES[kind] * count, os.SEEK_CUR)
-    else:
-        for _ in range(count):
-            file.seek(_unpack("Q", file)[0], os.SEEK_CUR)
-    return name
-
-
-def _unpack(form: str, file: IO[bytes]) -> tuple[Any, ...]:
-    return struct.unpack(f"<{form}", file.read(struct.calcsize(f"<{form}")))
 
 
 def _reader(kind: type) -> Callable[[str], Any]:

@@ -5,6 +5,7 @@ The kinds of problems:
     missing, truncated, grown   an output file does not exist, or is smaller or larger than its commit says
     altered                     its content differs: on the hub by the listed hash, elsewhere by xxh128 (files with the
                                 committed size and stamp are read with ``full`` only)
+    columns                     (full) a Parquet file does not load with the first one of its folder, or as text
     documents                   (full) the files of a chunk hold more or fewer documents than were committed
     duplicate                   several commits name one file
     foreign                     no commit names a file in the output folder
@@ -42,6 +43,7 @@ from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.errors.doors import repair_command
 from datatrove_ckpt.formatting import number_range, plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Problem, Report
+from datatrove_ckpt.maintenance.verify_columns import check_columns
 from datatrove_ckpt.maintenance.verify_output import check_output
 from datatrove_ckpt.output.formats import is_known
 
@@ -81,6 +83,8 @@ def verify(
     _check_settings(report)
     _check_ranks(report)
     check_output(report, full, folder_is_given=output is not None)
+    if full:
+        check_columns(report)
     return report
 
 

@@ -25,7 +25,7 @@
     folders.py         folders that must differ: output, checkpoint, input, other steps' output
     documents.py       a document as bytes and back, types included
     arrow_types.py     the Arrow type of values
-    column_types.py    the column types of a chunk
+    column_types.py    the column types of a chunk, and whether chunks load as one dataset
     given_schema.py    whether rows fit the schema that a writer was given
 
 The bytes of a file depend on the documents only, so writing a chunk again after a crash is harmless.

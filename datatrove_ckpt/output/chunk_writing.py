@@ -14,18 +14,20 @@ from typing import Any
 
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.arrow_types import NotUnited, Schema, unite
+from datatrove_ckpt.output.arrow_types import NotUnited, Schema
 from datatrove_ckpt.output.column_types import (
     OWN_SCHEMA_ADVICE,
     SCHEMA_ADVICE,
     ColumnTypes,
+    RankColumns,
     infers_schema,
     name_culprit,
-    raw_types,
     read_schema,
+    warning,
 )
 from datatrove_ckpt.output.committed import CommittedFile
 from datatrove_ckpt.output.documents import decode
@@ -41,18 +43,24 @@ _BATCH = 1000
 
 
 class ChunkWriting:
-    """Writes the chunks of one rank, one after the other, into staged files."""
+    """Writes the chunks of one rank, one after the other, into staged files.
+
+    Attributes:
+        columns: the types of the columns of the chunks so far, if the writer finds them out by itself.
+    """
 
     def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
-        self._guess: Schema | None = None  # of the next chunk, if the writer has no schema
-        self._known: dict[str, Any] = {}  # the types of the columns of the chunks so far, then
+        self.columns = RankColumns()
         self._writer = writer
         self._decode: Callable[[bytes], Document] = decode
         self._rank = rank
         self._names = names
 
     def resume(self, committed: Iterable[CommittedFile]) -> None:
-        """Learns the types of the first file that earlier attempts committed. A remote file is not read for that."""
+        """Learns the types of the first file that earlier attempts committed.
+
+        A remote file is not read for that: ``verify --full`` compares all files.
+        """
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():
             return
@@ -61,7 +69,7 @@ class ChunkWriting:
             return
         schema = read_schema(folder, first.path)
         if schema is not None:
-            self._known = raw_types(schema)
+            self.columns.start(first.chunk_index, schema)
 
     def write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
         """Writes and closes the files. ``documents`` is read several times if their schema is not known.
@@ -70,7 +78,7 @@ class ChunkWriting:
             OutputFailed: a document cannot be written, or its types cannot be united with those of others.
             StorageFailed: the disk refused a write.
         """
-        before = self._known
+        before = self.columns.known
         try:
             if infers_schema(self._writer):
                 self._write_united(staged, chunk_index, documents)
@@ -80,13 +88,13 @@ class ChunkWriting:
             raise self._failure(chunk_index, documents, error, before) from error.__cause__
 
     def _write_united(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
-        schema = self._guess
+        schema = self.columns.guess
         if schema is None or not self._fits(schema, staged, chunk_index, documents):
             schema = self._find_schema(staged, documents)
-            self._add(schema)
+            self._add(schema, chunk_index)
             self._write(staged, chunk_index, documents, self._copy(staged, schema))
         else:
-            self._add(schema)
+            self._add(schema, chunk_index)
 
     def _fits(self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> bool:
         """Writes the chunk with the schema of the chunk before, unless its own is another one."""
@@ -114,15 +122,13 @@ class ChunkWriting:
         except Exception as error:
             raise _NotWritten from error
 
-    def _add(self, schema: Schema) -> None:
-        known = dict(self._known)
+    def _add(self, schema: Schema, chunk_index: int) -> None:
         try:
-            for name, kind in raw_types(schema).items():
-                known[name] = unite(known.get(name), kind, name)
+            found = self.columns.add(chunk_index, schema)
         except NotUnited as error:
             raise _NotWritten from error
-        self._known = known
-        self._guess = schema
+        if found:
+            logger.warning(f"Rank {self._rank}: {warning(found, chunk_index)}")
 
     def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished], writer: DiskWriter) -> None:
         write = write_for(writer, self._decode, self._names, chunk_index)

@@ -1,4 +1,4 @@
-"""The column types of Parquet chunks: of all documents of a chunk, not of the first one.
+"""The column types of Parquet chunks: of all documents of a chunk, not of the first one; do the files load as one?
 
 datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the first document of
 each batch. So a column that is None at first and text later fails, and a column that comes later is left out without
@@ -16,7 +16,7 @@ behind a slow one. So what lets files load as one must hold for each chunk alone
 - A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
 - A first file that lacks a column or a key, has integers where a later one has floats, or no value where a later one
   has anything but text, cannot be known to be wrong when it is written. Only a ``schema`` given to the writer helps. It
-  is obeyed as it is.
+  is obeyed as it is. Such a chunk is warned about when it is written, and ``verify --full`` names both files.
 - Types that cannot be united at all, such as text and integers, stop the rank before the second of them is published.
 
 A field that was written as text because it had no value is marked in its metadata, to tell it from text.
@@ -27,7 +27,8 @@ own is found out, and once more only if they differ: the second of two passes ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from datatrove.data import Document
@@ -166,3 +167,124 @@ SCHEMA_ADVICE = (
 )
 """What to do about column types."""
 OWN_SCHEMA_ADVICE = "Correct that column in the schema that ParquetWriter was given, or add it"
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A column by which a file does not fit after a first one.
+
+    Attributes:
+        column: a path as in ``metadata.scores[]``.
+        first: its type in the first file, ``missing`` or ``without a value``.
+        later: its type in the later file, or ``without a value``.
+    """
+
+    column: str
+    first: str
+    later: str
+
+
+def warning(found: list[Misfit], chunk_index: int) -> str:
+    """What to tell the user of a rank, whose chunk this is."""
+    columns = "; ".join(
+        f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one" for one in found
+    )
+    return (
+        f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file, so the dataset may not "
+        f"load as one, or values load as texts that are none. {SCHEMA_ADVICE}."
+    )
+
+
+def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
+    """Why a file does not load after another one, or not as what it is. ``inside``: a struct's column, a dot."""
+    known = {field.name: field for field in first}
+    found: list[Misfit] = []
+    for field in later:
+        if field.name in known:
+            found += _misfits(known[field.name], field, f"{inside}{field.name}")
+        else:
+            found.append(Misfit(f"{inside}{field.name}", "missing", str(field.type)))
+    return found
+
+
+def _misfits(first: Any, later: Any, column: str) -> Iterator[Misfit]:
+    import pyarrow as pa
+
+    old = first.type
+    new = later.type
+    if pa.types.is_null(new):
+        return
+    no_value = "without a value"
+    if pa.types.is_null(raw_type(later)):
+        if not _takes_empty_text(old):
+            yield Misfit(column, str(old), no_value)
+    elif pa.types.is_null(raw_type(first)):
+        if not (pa.types.is_string(new) or pa.types.is_large_string(new)):
+            yield Misfit(column, no_value, str(new))
+    elif pa.types.is_struct(old) and pa.types.is_struct(new):
+        yield from misfits(old, new, f"{column}.")
+    elif pa.types.is_list(old) and pa.types.is_list(new):
+        yield from _misfits(old.value_field, new.value_field, f"{column}[]")
+    elif not _takes(old, new, column):
+        yield Misfit(column, str(old), str(new))
+
+
+def _takes(old: Any, new: Any, column: str) -> bool:
+    import pyarrow as pa
+
+    if old.equals(new):
+        return True
+    try:
+        both = unite(old, new, column)
+    except NotUnited:
+        return False
+    # Another time zone is only another way to show the same time.
+    return bool(both.equals(old) or (pa.types.is_timestamp(old) and both.unit == old.unit))
+
+
+def _takes_empty_text(kind: Any) -> bool:
+    """Whether a loader converts a column of text without any value to the type. Not to a time of day, for example."""
+    import pyarrow as pa
+
+    try:
+        pa.nulls(1, pa.string()).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        return False
+    return not pa.types.is_nested(kind)
+
+
+class RankColumns:
+    """The types of the chunks of one rank: a guess for the next one, and whether it fits the others."""
+
+    def __init__(self) -> None:
+        self.guess: Schema | None = None
+        self.known: dict[str, Any] = {}
+        self._first: tuple[int, Schema] | None = None
+        self._warned: set[str] = set()
+
+    def start(self, chunk_index: int, schema: Schema) -> None:
+        """``schema``: of the first file that earlier attempts committed."""
+        self._first = (chunk_index, schema)
+        self.known = raw_types(schema)
+
+    def add(self, chunk_index: int, schema: Schema) -> list[Misfit]:
+        """Adds a chunk. Returns why it and the first chunk do not load as one, once for each column.
+
+        Raises:
+            NotUnited: it can never be one dataset with the chunks before.
+        """
+        # A new dict: who names the culprit of this chunk needs the types of those before.
+        raw = raw_types(schema).items()
+        self.known = self.known | {name: unite(self.known.get(name), kind, name) for name, kind in raw}
+        self.guess = schema
+        if self._first is None:
+            self._first = (chunk_index, schema)
+        first_index, first = self._first
+        if chunk_index < first_index:
+            self._first = (chunk_index, schema)
+            found = misfits(schema, first)
+        else:
+            found = misfits(first, schema)
+        new = [misfit for misfit in found if misfit.column not in self._warned]
+        self._warned.update(misfit.column for misfit in new)
+        return new

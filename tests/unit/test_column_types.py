@@ -1,4 +1,4 @@
-"""Types that can be united, compared with what Arrow itself does."""
+"""Types that can be united, and files that load as one: compared with what Arrow itself does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.output.arrow_types import NotUnited, unite
-from datatrove_ckpt.output.column_types import ColumnTypes, infers_schema, raw_types
+from datatrove_ckpt.output.column_types import ColumnTypes, Misfit, RankColumns, infers_schema, misfits, raw_types
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -36,6 +36,50 @@ def schema_of(*values: Any) -> Any:
     types = ColumnTypes()
     types.add([{} if value is ... else {"c": value} for value in values])
     return types.schema()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file with two rows for each value."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, value in VALUES.items():
+        rows = [{"id": "x", "c": value}, {"id": "y", "c": value}]
+        types = ColumnTypes()
+        types.add(rows)
+        pq.write_table(pa.Table.from_pylist(rows, schema=types.schema()), folder / f"{name}.parquet")
+    return {name: folder / f"{name}.parquet" for name in VALUES}
+
+
+def rows(first: Path, later: Path) -> list[Any] | None:
+    """The later file's two values, as they load after the first one."""
+    try:
+        return [row["c"] for row in ds.dataset([str(first), str(later)]).to_table().to_pylist()[2:]]
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        return None
+
+
+def without_none(value: Any) -> Any:
+    """The value without the keys of dicts that have no value."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def test_files_that_fit_load_as_one_with_the_values_that_they_have(files: dict[str, Path]) -> None:
+    fitting = 0
+    for first, later in itertools.permutations(files, 2):
+        if not misfits(pq.read_schema(files[first]), pq.read_schema(files[later])):
+            read = rows(files[first], files[later])
+            assert read is not None, (first, later)
+            assert without_none(read) == without_none([VALUES[later]] * 2), (first, later)
+            fitting += 1
+    assert fitting >= 27
+
+
+def test_all_misfits_are_found_also_inside_dicts_and_lists() -> None:
+    first = schema_of({"a": None, "b": [{"c": 1, "d": None}]})
+    later = schema_of({"a": 1, "b": [{"c": 0.5, "d": b"x"}], "e": 2})
+    assert [one.column for one in misfits(first, later)] == ["c.a", "c.b[].c", "c.b[].d", "c.e"]
 
 
 def test_any_two_types_are_united_in_either_order_or_in_none() -> None:
@@ -78,3 +122,16 @@ def test_only_a_writer_that_infers_its_schema_gets_another_one(tmp_path: Path) -
     assert not infers_schema(a_writer(tmp_path, schema=pa.schema([("c", pa.string())])))
     assert not infers_schema(Own(str(tmp_path), "${rank}.parquet"))
     assert not infers_schema(JsonlWriter(str(tmp_path), "${rank}.jsonl"))
+
+
+def test_the_rank_is_warned_whichever_chunk_is_written_first() -> None:
+    whole, broken = schema_of(1), schema_of(0.5)
+    columns = RankColumns()
+    assert columns.add(1, broken) == []
+    assert columns.add(0, whole) == [Misfit("c", "int64", "double")]
+    assert columns.add(2, broken) == []  # said once
+    columns = RankColumns()
+    columns.start(0, whole)
+    assert columns.add(1, broken) == [Misfit("c", "int64", "double")]
+    with pytest.raises(NotUnited):
+        columns.add(2, schema_of("a"))

@@ -214,13 +214,14 @@ LENGTHS: dict[str, tuple[Values, list[str], str, bool]] = {
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_files_with_arrays_load_as_one_if_the_first_has_the_widest_type(
-    tmp_path: Path, server: FakeServer, name: str
+def test_files_with_arrays_load_as_one_or_it_is_said(
+    tmp_path: Path, server: FakeServer, name: str, log: list[str]
 ) -> None:
     values, kinds, kind, loads = LENGTHS[name]
     files = written(tmp_path, server, values)
     assert types(files[: len(kinds)]) == kinds
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == (0 if loads else 1)
+    assert ("column 'c' is fixed_size_list" in "".join(log)) is not loads
     if loads:
         found = ds.dataset([str(file) for file in files]).to_table().column("c")
         assert str(found.type).replace("element: ", "item: ") == kind
@@ -284,11 +285,49 @@ def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: st
     assert len(builder.as_dataset("train")) == len(ONE[name][0])
 
 
+def test_a_first_file_that_is_too_narrow_is_said_once(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+    files = written(tmp_path, server, [[1], [0.5], [0.25], [2]])
+    assert types(files) == ["int64", "double", "double", "int64"]
+    assert "".join(log).count("column 'c' is int64 in one file, and double in a later one") == 1
+
+
+def test_a_first_file_without_values_is_said_by_all_its_columns(
+    tmp_path: Path, server: FakeServer, log: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, server, [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]])
+    said = "".join(log)
+    assert "column 'c.n' is without a value in one file, and int64 in a later one; column 'c.raw' is without" in said
+    assert "may not load as one, or values load as texts that are none." in said
+    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
+    found = " ".join(capsys.readouterr().out.split())
+    second, first = "000_00000_chunk_00001.parquet", "000_00000_chunk_00000.parquet, or as text: column"
+    assert f"{second} does not load after {first} 'c.n' is int64 there, and without a value in the first" in found
+    assert f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first" in found
+    assert "'c.t'" not in found
+
+
 def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path: Path, server: FakeServer) -> None:
     for _ in range(2):
         with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string there, and int64 in it or one before"):
             written(tmp_path, server, [[1], ["a"]])
     assert len(list((tmp_path / "output").glob("*.parquet"))) == 1
+
+
+def test_verify_names_both_files_and_the_column(
+    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, server, [[1], [0.5], [None], [0.25]])
+    command = ["verify", str(tmp_path / "checkpoints")]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main([*command, "--full"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "00000_chunk_00001.parquet does not load after 000_00000_chunk_00000.parquet, or as text: column 'c' is double"
+        in said
+    )
+    assert said.count("does not load after") == 1
+    assert "So 1 more file." in said
 
 
 # bytes ----------------------------------------------------------------------------------------------------------------

@@ -263,7 +263,13 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         """As datatrove's, from a new listing: other processes write there, and fsspec keeps listings."""
         for name in ("completions/00000", "stats/00000.json"):  # of the parents of a path
             self.logging_dir.invalidate_cache(name)
-        found: list[int] = super().get_incomplete_ranks(ranks, skip_completed)
+        if ranks is None:
+            ranks = range(self.world_size)
+        ranks = list(ranks)
+        try:
+            found: list[int] = super().get_incomplete_ranks(ranks, skip_completed)
+        except KeyError:  # see ``is_rank_completed``
+            return ranks
         return found
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:

@@ -301,7 +301,10 @@ def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: F
     assert mirrored.list_objects() == {("objects", name)}
 
 
-def test_a_marker_that_is_written_while_its_folder_is_looked_for(job: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("folder", "lists"), [("completions", False), ("logs", True)])
+def test_a_marker_that_is_written_while_its_folder_is_looked_for(
+    job: FakeHub, monkeypatch: pytest.MonkeyPatch, folder: str, lists: bool
+) -> None:
     step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
     list_tree = HfFileSystem._ls_tree
 
@@ -309,11 +312,15 @@ def test_a_marker_that_is_written_while_its_folder_is_looked_for(job: FakeHub, m
         try:
             return list_tree(files, path, **kwargs)
         except EntryNotFoundError:  # HfFileSystem lists the parent then
-            job.put("org/job", {"logs/completions/00000": b""}, kind="bucket")
+            if path.endswith(folder):
+                job.put("org/job", {"logs/completions/00000": b""}, kind="bucket")
             raise
 
     monkeypatch.setattr(HfFileSystem, "_ls_tree", another_rank_completes)
-    assert not step.is_rank_completed(1)
+    if lists:
+        assert 1 in step.get_incomplete_ranks()
+    else:
+        assert not step.is_rank_completed(1)
     assert step.get_incomplete_ranks() == [1]
 
 

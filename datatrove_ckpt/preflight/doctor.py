@@ -125,7 +125,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
         yield from about(f"{place}output", check(look, runner))
     if remote is not None:
         yield from about(f"{place}mirror", check_remote(remote, deletes=True))
-    if step.monitoring.wants_metrics or step.monitoring.wants_tracking:
+    if step.monitoring.wants_metrics:
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
     yield from about(f"{place}output", check_rules_of_hub(look, step))
 

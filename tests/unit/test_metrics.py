@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Spread
 from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.export import prometheus
 from datatrove_ckpt.generation.export.prometheus import (
@@ -132,13 +133,12 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], error: 
 
 
 def test_a_run_is_named_after_its_folder() -> None:
-    name_of_run = MonitoringConfig().name_of_run
-    assert name_of_run(Path("/a/books/checkpoints"), "/a/books/output") == "books"
-    assert name_of_run(Path("/a/books"), "") == "books"
-    assert name_of_run(Path("/a/books/ck"), "/a/books/out") == "books"
-    assert name_of_run(Path("/checkpoints"), "") == "checkpoints"
-    assert name_of_run(None, "s3://bucket/books/") == name_of_run(None, "s3://bucket/books/output") == "books"
-    assert MonitoringConfig(run_name="mine").name_of_run(Path("/a/books"), "") == "mine"
+    assert (
+        name_of_folder("/a/books/checkpoints") == name_of_folder("/a/books") == name_of_folder("/a/books/ck") == "books"
+    )
+    assert name_of_folder("s3://bucket/books/") == name_of_folder("s3://bucket/books/output") == "books"
+    assert name_of_folder("/checkpoints") == "checkpoints"
+    assert name_of_folder("") == "run"
 
 
 # the file ------------------------------------------------------------------------------------------------------------

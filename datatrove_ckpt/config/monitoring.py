@@ -19,8 +19,6 @@ class MonitoringConfig:
         metrics_port: port of ``/metrics``, for each process the first free one from here on. Needs the extra
             ``metrics``.
         metrics_host: address of that port. "0.0.0.0" opens it to other machines, without a password.
-        metrics_file: a file for node_exporter's textfile collector, ending in ``.prom``; one per rank, whose number
-            takes the place of ``${rank}``, or stands before ``.prom``. Needs the extra ``metrics``.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -29,22 +27,12 @@ class MonitoringConfig:
     run_name: str | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
-    metrics_file: str | None = None
 
     def __post_init__(self) -> None:
         if self.run_name is not None and not self.run_name.strip():
             raise ConfigError("monitoring.run_name: is empty; give a name, or leave it out.")
         if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
             raise ConfigError(f"monitoring.metrics_port: must be from 1 to 65535; it is {self.metrics_port}.")
-        if self.metrics_file is not None and not self.metrics_file.endswith(".prom"):
-            raise ConfigError(
-                f"monitoring.metrics_file: must end in .prom, because node_exporter reads no other file; it is "
-                f"{self.metrics_file!r}."
-            )
-
-    @property
-    def wants_metrics(self) -> bool:
-        return self.metrics_port is not None or self.metrics_file is not None
 
 
 def name_of_folder(folder: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run tells others while it works: metrics at a port and in files, and nothing that could hold it up."""
+"""What a run tells others while it works: metrics at a port, and nothing that could hold it up."""
 
 from __future__ import annotations
 
@@ -45,25 +45,22 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
         found = samples(get(host))
         return found if found.get("documents_total") == 5 else None
 
-    file = tmp_path / "node/books.prom"
-    file.parent.mkdir()
-    settings = MonitoringConfig(run_name="books", metrics_port=PORT, metrics_host=host, metrics_file=str(file))
+    settings = MonitoringConfig(run_name="books", metrics_port=PORT, metrics_host=host)
     job = runner(
         tmp_path, server, rollout, config={"max_concurrent_generations": 1, "max_concurrent_documents": 2},
         monitoring=settings,
     )  # fmt: skip
     job.run(documents(6), 3, 7)
-    assert [path.name for path in file.parent.iterdir()] == ["books_00003.prom"]
     assert seen["rank_state running"] == 1
     assert seen["requests_total answered"] == 5
     assert seen["documents_in_progress"] == 1
     assert seen["request_duration_seconds_count"] == 5
-    for found in (samples(get(host), rank="3"), samples((file.parent / "books_00003.prom").read_text(), run="books")):
-        assert found["rank_state done"] == 1
-        assert found["rank_documents written"] == found["documents_total"] == found["requests_total answered"] == 6
-        assert found["rank_chunks"] == 3
-        assert found["rank_tokens completion"] == found["tokens_total completion"] > 0
-        assert found["documents_in_progress"] == found["requests_in_flight"] == 0
+    found = samples(get(host), run="books", rank="3")
+    assert found["rank_state done"] == 1
+    assert found["rank_documents written"] == found["documents_total"] == found["requests_total answered"] == 6
+    assert found["rank_chunks"] == 3
+    assert found["rank_tokens completion"] == found["tokens_total completion"] > 0
+    assert found["documents_in_progress"] == found["requests_in_flight"] == 0
 
 
 def run_in_turn(folder: Path, server: FakeServer, rollout: Any, number: int, *of: int, **settings: Any) -> None:
@@ -74,13 +71,13 @@ def run_in_turn(folder: Path, server: FakeServer, rollout: Any, number: int, *of
         job.run(documents(number), *of)
 
 
-def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path: Path) -> None:
-    settings = MonitoringConfig(metrics_file=str(tmp_path / "${rank}.prom"))
+def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path: Path, host: str) -> None:
+    settings = MonitoringConfig(metrics_port=PORT, metrics_host=host)
     found = []
     with FakeServer() as server:
         for rollout in (fails_at(["id 5"]), ask):
             run_in_turn(tmp_path, server, rollout, 8, monitoring=settings)
-            found.append(samples((tmp_path / "00000.prom").read_text(), run=tmp_path.name))
+            found.append(samples(get(host), run=tmp_path.name))
     first, second = found
     assert (first["rank_state failed"], second["rank_state done"]) == (1, 1)
     assert (first["rank_documents written"], second["rank_documents written"]) == (5, 8)
@@ -88,11 +85,11 @@ def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_o
     assert (first["requests_total answered"], second["requests_total answered"]) == (5, 3)
 
 
-def test_without_checkpoints_there_are_metrics_too(tmp_path: Path, server: FakeServer) -> None:
-    job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_file=str(tmp_path / "a.prom")))
+def test_without_checkpoints_there_are_metrics_too(tmp_path: Path, host: str, server: FakeServer) -> None:
+    job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_port=PORT, metrics_host=host))
     job.checkpoints_local_dir = None
     job.run(documents(3))
-    found = samples((tmp_path / "a_00000.prom").read_text(), run=tmp_path.name)
+    found = samples(get(host), run=tmp_path.name)
     assert found["rank_documents written"] == found["documents_total"] == 3
     assert found["rank_state done"] == 1
 
@@ -101,15 +98,12 @@ MONITORING = """\
           monitoring:
             metrics_port: %d
             metrics_host: %s
-            metrics_file: $PROM_FOLDER/books.prom
 """
 
 
 def write_files(folder: Path, url: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of two tasks with metrics at a port and in files, in the working directory."""
+    """A job of two tasks with metrics at a port, in the working directory."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PROM_FOLDER", str(folder / "prom"))
-    (folder / "prom").mkdir()
     text = job_yaml(ENDPOINT.replace("URL", url), tasks=2).replace("workers: 1", "workers: 2")
     write_job(folder, text + MONITORING % (PORT, host), "a", "b")
 
@@ -131,22 +125,15 @@ def test_each_worker_of_a_command_has_a_port_of_its_own(
                 assert process.wait() == 0
             finally:
                 process.kill()
-    for rank in "01":
-        found = samples((tmp_path / f"prom/books_0000{rank}.prom").read_text(), rank=rank)
-        assert (found["rank_state done"], found["documents_total"]) == (1, 1)
 
 
 def test_a_missing_package_is_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
-    for settings, extra in (
-        ({"metrics_port": PORT}, "metrics"),
-        ({"metrics_file": "a.prom"}, "metrics"),
-    ):
-        job = runner(tmp_path, server, monitoring=MonitoringConfig(**settings))
-        with pytest.raises(ConfigError, match=rf"monitoring.*pip install 'datatrove-ckpt\[{extra}\]'"):
-            job.run(documents(1))
+    job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_port=PORT))
+    with pytest.raises(ConfigError, match=r"monitoring.metrics_port: .*pip install 'datatrove-ckpt\[metrics\]'"):
+        job.run(documents(1))
     assert not server.payloads
 
 
@@ -157,12 +144,9 @@ def test_doctor_finds_a_missing_package(
     write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
     printed = command("doctor", "job.yaml", "--all", code=None).out
     assert "ok       monitoring, ready: everything that it needs is installed here." in printed
-    monkeypatch.setenv("PROM_FOLDER", str(tmp_path / "missing"))
-    said = command("doctor", "job.yaml", code=None).out
-    assert f"warning  monitoring, ready: monitoring.metrics_file: there is no folder {tmp_path}/missing here" in said
     monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
     printed = command("doctor", "job.yaml", code=1).out
-    assert "problem  monitoring, checked: monitoring: metrics_port and metrics_file" in printed
+    assert "problem  monitoring, checked: monitoring.metrics_port: " in printed
 
 
 # jobs that are tracked -----------------------------------------------------------------------------------------------

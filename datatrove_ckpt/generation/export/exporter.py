@@ -1,6 +1,6 @@
-"""Opens and closes what a rank's ``monitoring`` asks for: the metrics' port and file.
+"""Opens and closes what a rank's ``monitoring`` asks for: the metrics' port.
 
-What they need is imported where it is asked for. Nothing here may end or hold up a run.
+What it needs is imported where it is asked for. Nothing here may end or hold up a run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from loguru import logger
 
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.monitoring import name_of_folder
-from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.formatting import error_text, missing_package
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -31,16 +30,14 @@ if TYPE_CHECKING:
 
 
 def check_monitoring(config: MonitoringConfig) -> None:
-    """Checks that the packages are installed, and that the paths can be expanded here.
+    """Checks that the package is installed.
 
     Raises:
-        ConfigError: what is missing, and what to do.
+        ConfigError: it is missing, and what to do.
     """
-    if config.metrics_file is not None:
-        expand_path("monitoring.metrics_file", config.metrics_file.replace("${rank}", "0"))
     missing = missing_package("prometheus_client")
-    if config.wants_metrics and missing is not None:
-        raise ConfigError(f"monitoring: metrics_port and metrics_file: {missing}")
+    if config.metrics_port is not None and missing is not None:
+        raise ConfigError(f"monitoring.metrics_port: {missing}")
 
 
 def open_exports(
@@ -48,33 +45,29 @@ def open_exports(
 ) -> Exports:
     """Starts what the runner's ``monitoring`` asks for. Only after ``check_monitoring``."""
     exports = Exports(checkpoint, history, shutdown)
-    if runner.monitoring.wants_metrics:
-        try:
-            _open(exports, runner, rank, world_size)
-        except Exception as error:  # such as too many open files
-            logger.warning(f"monitoring: could not be started: {error_text(error)}. The run goes on without it.")
+    config = runner.monitoring
+    if config.metrics_port is None:
+        return exports
+    from datatrove_ckpt.generation.export.prometheus import metrics_port
+
+    metrics = partial(exports.metrics, _name_of(runner), rank, time.time(), world_size)
+    try:
+        port = metrics_port(config.metrics_host, config.metrics_port)
+        if port is not None:
+            exports.stack.enter_context(port.shows(metrics))
+    except Exception as error:  # such as too many open files
+        logger.warning(f"monitoring: could not be started: {error_text(error)}. The run goes on without it.")
     return exports
 
 
-def _open(exports: Exports, runner: Step, rank: int, world_size: int) -> None:
-    config = runner.monitoring
-    stack = exports.stack
-    run = config.run_name
-    if run is None and runner.checkpoints_local_dir is None:
-        run = name_of_folder(runner.output_writer.output_folder.resolve_paths(""))
-    elif run is None:
-        run = name_of_folder(str(runner.checkpoints_root))
-    from datatrove_ckpt.generation.export import prometheus
-
+def _name_of(runner: Step) -> str:
+    folder = runner.output_writer.output_folder.resolve_paths("")
+    if runner.checkpoints_local_dir is not None:
+        folder = str(runner.checkpoints_root)
+    name = runner.monitoring.run_name or name_of_folder(folder)
     if runner.retry_dead_letters:
-        run = f"{run} (retry)"
-    metrics = partial(exports.metrics, run, rank, time.time(), world_size)
-    if config.metrics_port is not None:
-        port = prometheus.metrics_port(config.metrics_host, config.metrics_port)
-        if port is not None:
-            stack.enter_context(port.shows(metrics))
-    if config.metrics_file is not None:
-        stack.enter_context(prometheus.metrics_file(config.metrics_file, rank, metrics))
+        return f"{name} (retry)"
+    return name
 
 
 @dataclass(eq=False)

@@ -334,7 +334,7 @@ def status() -> None:
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
 )
 def report() -> None:
-    """Write one HTML page about a run: rates, ranks, chunks, interruptions, errors.
+    """Write one HTML page about a run: sums, rates, interruptions, errors.
 
     examples:
       datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html

@@ -59,7 +59,7 @@ class InferenceRunner(Step):
             thread's time, from 5 to 600 seconds.
         hub_commit_seconds: longest time that uploads to the Hugging Face hub wait to share a commit.
         hub_commits_per_hour: commits to a repository beyond which ranks wait. A free account may make 128.
-        monitoring: metrics and tracking.
+        monitoring: metrics.
         keep_answers: keep answers of committed documents for ``answers_from``. They need about as much room as the
             output, and no mirror holds them.
         finished_from: folders or URLs of an old output. Documents found there by id, text and metadata keep their

@@ -83,7 +83,7 @@ def script() -> Any:
         max_dead_letters=3,
         drain_seconds=5.0,
         drain_signals=("SIGTERM",),
-        monitoring=MonitoringConfig(run_name="queued", metrics_file="${rank}.prom"),
+        monitoring=MonitoringConfig(run_name="queued", metrics_port=9464),
     )
     return [JsonlReader("input"), queued_job.keep, runner]
 

@@ -22,6 +22,8 @@ RUN_ELSEWHERE = {
     "pytest --override-ini addopts= -m full tests/real": "an hour, by hand",
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
+    "datatrove-ckpt track runs/summaries --mlflow http://127.0.0.1:5000 --wandb my-team/rewriting": "tests/real/"
+    "test_tracking.py, in folders",
     "datatrove-ckpt run configs/hf_jobs.yaml": "tests/integration/test_jobs.py, against a fake of the API",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
     "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",

@@ -17,10 +17,6 @@ from datatrove_ckpt.errors.doors import written
 
 JOB = "job.json"
 JOB_LOCK = "job.lock"
-TRACKING = "tracking.json"
-"""What MLflow and Weights & Biases are told about the job; there if a run is tracked."""
-TRACKING_LOCK = "tracking.lock"
-"""Held by the process that reads the histories for them."""
 RUN = "run.json"
 COMMITS = "commits.jsonl"
 LOCK = "lock"

@@ -360,7 +360,7 @@ def status() -> None:
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
 )
 def report() -> None:
-    """Write one HTML page about a run: rates, ranks, chunks, interruptions, errors.
+    """Write one HTML page about a run: sums, rates, interruptions, errors.
 
     examples:
       datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html
@@ -405,22 +405,29 @@ def show() -> None:
     """
 
 
-@_command("track", _WHAT)
+@_command(
+    "track",
+    _WHAT,
+    _argument("URI", 'MLflow\'s server, "databricks", a folder or a database', "--mlflow"),
+    _argument("NAME", "MLflow's experiment, made if there is none", "--experiment", default="datatrove-ckpt"),
+    _argument("PROJECT", '"project" or "team/project" at Weights & Biases', "--wandb"),
+    _argument("NAME", "the job's name there; default: that of its folder", "--name", dest="name_of_run"),
+)
 def track() -> None:
-    """Send what a run did and does to MLflow and Weights & Biases, until it has ended.
+    """Send what a run does to MLflow and Weights & Biases, until no task is at work.
 
     examples:
-      datatrove-ckpt track monitored_run/checkpoints
+      datatrove-ckpt track quickstart/checkpoints --mlflow http://127.0.0.1:5000
 
     (WHAT)
 
-    A run with monitoring.mlflow_uri or monitoring.wandb_project does this itself. By hand, it sends what an outage left
-    behind. Each point is sent once; keys come from the environment. Of a mirror: once the run has ended.
+    Start it beside the run, once that has begun, on any machine that sees the folder or the mirror. It sends the sums
+    of `status --json` each minute. Started again, it goes on in the same run there. Keys come from the environment.
 
     exit codes:
       0  all is sent, and no task is at work
-      1  another process sends it, or the checkpoint cannot be read
-      2  WHAT is no checkpoint of a run that is tracked, or a mistake on the command line
+      1  the checkpoint cannot be read
+      2  WHAT is no checkpoint, or a mistake on the command line
     """
 
 

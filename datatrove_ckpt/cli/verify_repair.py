@@ -7,13 +7,10 @@ mistake on the command line; 3 (verify) no problem found, but not finished.
 from __future__ import annotations
 
 import argparse
-import datetime
 from dataclasses import asdict
 from functools import partial
 
-from datatrove_ckpt.checkpoint.commits import sum_counts
 from datatrove_ckpt.checkpoint.identity import mixed_settings
-from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.what import place_of
@@ -63,46 +60,9 @@ def _as_json(report: Report, full: bool, code: int) -> Json:
         "output": report.output,
         "full": full,
         "exit_code": code,
-        "ranks": [_rank_as_json(rank) for rank in report.ranks],
-        "totals": _totals(report) | {"files": report.sums.numbers.files},
+        "totals": {**asdict(report.sums.counts), "files": report.sums.numbers.files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
-    }
-
-
-def _rank_as_json(rank: RankLedger) -> Json:
-    """``counts`` has been called "tally" since 0.1."""
-    if rank.last_commit is None:
-        made = None
-    else:
-        made = datetime.datetime.fromtimestamp(rank.last_commit, datetime.UTC)
-    return {
-        "root": rank.root,
-        "rank": rank.number,
-        "state": rank.state,
-        "chunks": len(rank.sums.indices),
-        "tally": asdict(rank.sums.counts),
-        "journals": {index: counts.read for index, counts in rank.open_journals.items()},
-        "unfinished": asdict(rank.unfinished),
-        "last_commit": None if made is None else made.isoformat(timespec="seconds"),
-        "holder": rank.holder,
-        "error": None if rank.damage is None else str(rank.damage),
-    }
-
-
-def _totals(report: Report) -> Json:
-    """Sums over all ranks and their retries. What retries did with documents that were dead letters is also apart."""
-    ranks = [rank for rank in report.ranks if not rank.root]
-    journals = [counts.read for rank in ranks for counts in rank.open_journals.values()]
-    return {
-        "ranks": len(ranks),
-        "tasks": report.tasks,
-        "chunks": sum(len(rank.sums.indices) for rank in ranks),
-        "unfinished_chunks": len(journals),
-        "documents_in_journals": sum(journals),
-        **asdict(report.sums.counts),
-        "unfinished": asdict(sum_counts(rank.unfinished for rank in ranks)),
-        "retried": asdict(sum_counts(commit.counts for commit in report.sums.retried)),
     }
 
 

@@ -52,7 +52,7 @@ _NAMES_BY_MODULE = {
 }
 MASK = "*** hidden ***"
 """What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
-_EXPANDED = {"checkpoints_local_dir", "server_log_folder", "metrics_file"}  # where the task runs
+_EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 # Of ``default_generation_params``. The short form has them as settings.
 ANSWER = ("max_tokens", "temperature", "top_p", "stop")

@@ -149,8 +149,6 @@ class Step(PipelineStep):
             return
         if self.on_document_error != "stop" or self.retry_dead_letters:
             raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))
-        if self.monitoring.wants_tracking:
-            raise ConfigError(_NEEDS_CHECKPOINTS.format("monitoring: what MLflow and Weights & Biases get is"))
         if self.answers_from is not None:
             raise ConfigError(_NEEDS_CHECKPOINTS.format("answers_from: the answers that are used are"))
         if remote is not None:

@@ -133,7 +133,7 @@ def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding
         yield from about(f"{place}output", check(look, runner))
     if remote is not None:
         yield from about(f"{place}mirror", check_remote(remote, deletes=True))
-    if step.monitoring.wants_metrics or step.monitoring.wants_tracking:
+    if step.monitoring.metrics_port is not None:
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
     yield from about(f"{place}output", check_rules_of_hub(look, step))
 
@@ -234,13 +234,6 @@ def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
 
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     check_monitoring(config)
-    path = config.metrics_file
-    if path is not None:
-        folder = expand_path("", path.replace("${rank}", "0")).parent
-        if not folder.is_dir():
-            text = f"monitoring.metrics_file: there is no folder {folder} here; without it nothing is written."
-            yield Finding("warning", "ready", text)
-            return
     yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 

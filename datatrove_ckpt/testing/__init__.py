@@ -1,9 +1,8 @@
-"""For tests: a server that counts requests, disks that crash a job wherever it can crash, and loaders that stop.
+"""For tests: a server that counts requests, and disks that crash a job wherever it can crash.
 
 This room is public, so that users can test their own rollouts, adapters and writers. It may import ``checkpoint`` and
 ``mirror``, whose effects it replaces; nothing in the package imports it. Start at ``crashes``
-(``assert_same_output_after_crash``), then ``disks`` (what a crash leaves behind), ``server`` (``FakeServer``) and
-``resume`` (``assert_resume_is_exact``, for any data loader).
+(``assert_same_output_after_crash``), then ``disks`` (what a crash leaves behind) and ``server`` (``FakeServer``).
 """
 
 from datatrove_ckpt.testing.crashes import CrashReport, assert_same_output_after_crash, outputs
@@ -15,7 +14,6 @@ from datatrove_ckpt.testing.disks import (
     crash_at,
     disk_in_place,
 )
-from datatrove_ckpt.testing.resume import ResumeReport, assert_resume_is_exact
 from datatrove_ckpt.testing.server import FakeServer
 
 __all__ = [
@@ -24,9 +22,7 @@ __all__ = [
     "CrashReport",
     "CrashingDisk",
     "FakeServer",
-    "ResumeReport",
     "SimulatedCrash",
-    "assert_resume_is_exact",
     "assert_same_output_after_crash",
     "crash_at",
     "disk_in_place",

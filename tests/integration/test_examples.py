@@ -228,9 +228,7 @@ def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.Mon
         job.write("server_type: dummy\n")
     monkeypatch.setenv("HOME", str(folder))
     for line in help_examples():
-        if not line.startswith(
-            "datatrove-ckpt track"
-        ):  # of a run that is tracked: tests/integration/test_monitoring.py
+        if not line.startswith("datatrove-ckpt track"):  # to a server: tests/real/test_tracking.py
             type_in(line)
 
 

@@ -23,9 +23,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.testing import assert_resume_is_exact
 from datatrove_ckpt.torch import TrainingCheckpoints
 from tests.real.trainers import BATCH, ROWS, STEPS, Recording, dataset, rows_as_parquet, two_processes
+from tests.resume import assert_resume_is_exact
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),

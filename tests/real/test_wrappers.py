@@ -16,9 +16,9 @@ from datatrove.data import Document
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import assert_resume_is_exact
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset
 from tests.pages import torch_example, torch_examples
+from tests.resume import assert_resume_is_exact
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
@@ -108,4 +108,4 @@ def test_the_example_in_the_docs_runs(folder: Path, monkeypatch: pytest.MonkeyPa
     (folder / "web").rename(folder / "documents")
     monkeypatch.chdir(folder)
     exec(compile(block.text, block.page, "exec"), {"__name__": "__main__"})
-    assert "each as the run without stops" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(" samples\n")

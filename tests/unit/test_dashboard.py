@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from datatrove_ckpt.generation.export.prometheus import METRICS, PREFIX, RANK_LABELS
+from datatrove_ckpt.generation.export.prometheus import PREFIX, RANK_LABELS
 from tests.pages import ROOT, pages, section, table_rows
+from tests.unit.test_metrics import METRICS
 
 DASHBOARD = json.loads((ROOT / "configs/grafana_dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

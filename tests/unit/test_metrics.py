@@ -1,9 +1,8 @@
-"""A rank's metrics: their names, their text, node_exporter's file, and the port with its file for discovery."""
+"""A rank's metrics: their names, their text, and the port."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import re
 import socket
@@ -12,26 +11,26 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Spread
 from datatrove_ckpt.config import MonitoringConfig
+from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.export import prometheus
 from datatrove_ckpt.generation.export.prometheus import (
-    METRICS,
     PREFIX,
     RANK_LABELS,
-    RankFile,
+    Metric,
     RankNow,
-    exposition,
-    metrics_file,
+    families,
     metrics_port,
 )
 from tests.histories import progress
@@ -54,6 +53,15 @@ def spread() -> Spread:
 
 def metrics(rank: int = 3, state: str = "running", documents: int = 7, run: str = "my run") -> RankNow:
     return RankNow(run, rank, "node7", "4711_5", 1000.0, 8, state, 1234.5, progress(documents), spread())
+
+
+METRICS: dict[str, Metric] = {PREFIX + metric.name: metric for metric in metrics().metrics()}
+
+
+def exposition(ranks: list[RankNow]) -> bytes:
+    """The text that Prometheus gets."""
+    registry = SimpleNamespace(collect=lambda: families(ranks))
+    return bytes(generate_latest(registry))  # type: ignore[arg-type]
 
 
 def samples(text: str, **wanted: str) -> dict[str, float]:
@@ -122,7 +130,6 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
     ("settings", "error"),
     [
         ({"metrics_port": 70000}, "monitoring.metrics_port: must be from 1 to 65535; it is 70000."),
-        ({"metrics_file": "metrics.txt"}, "monitoring.metrics_file: must end in .prom"),
         ({"run_name": " "}, "monitoring.run_name: is empty"),
     ],
 )
@@ -132,16 +139,12 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], error: 
 
 
 def test_a_run_is_named_after_its_folder() -> None:
-    name_of_run = MonitoringConfig().name_of_run
-    assert name_of_run(Path("/a/books/checkpoints"), "/a/books/output") == "books"
-    assert name_of_run(Path("/a/books"), "") == "books"
-    assert name_of_run(Path("/a/books/ck"), "/a/books/out") == "books"
-    assert name_of_run(Path("/checkpoints"), "") == "checkpoints"
-    assert name_of_run(None, "s3://bucket/books/") == name_of_run(None, "s3://bucket/books/output") == "books"
-    assert MonitoringConfig(run_name="mine").name_of_run(Path("/a/books"), "") == "mine"
-
-
-# the file ------------------------------------------------------------------------------------------------------------
+    assert (
+        name_of_folder("/a/books/checkpoints") == name_of_folder("/a/books") == name_of_folder("/a/books/ck") == "books"
+    )
+    assert name_of_folder("s3://bucket/books/") == name_of_folder("s3://bucket/books/output") == "books"
+    assert name_of_folder("/checkpoints") == "checkpoints"
+    assert name_of_folder("") == "run"
 
 
 def waited_for(condition: Callable[[], Any]) -> Any:
@@ -149,63 +152,6 @@ def waited_for(condition: Callable[[], Any]) -> Any:
     while not (found := condition()):
         time.sleep(0.01)
     return found
-
-
-def test_each_rank_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOLDER", "/prom")
-    assert RankFile("$FOLDER/books.prom", 3).path == Path("/prom/books_00003.prom")
-    assert RankFile("/prom/${rank}-books.prom", 12).path == Path("/prom/00012-books.prom")
-    with pytest.raises(ConfigError, match="metrics_file"):
-        RankFile("$NOT_SET/books.prom", 3)
-
-
-def test_the_file_appears_at_once_changes_and_stays_with_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prometheus, "FILE_SECONDS", 0.01)
-    documents = iter(range(1, 1000))
-    state = "running"
-    path = tmp_path / "books_00003.prom"
-
-    def shown() -> dict[str, float]:
-        return samples(path.read_text()) if path.exists() else {}
-
-    rank = lambda: metrics(state=state, documents=next(documents, 1000))  # noqa: E731
-    with metrics_file(str(tmp_path / "books.prom"), 3, rank):
-        first = waited_for(shown)["documents_total"]
-        waited_for(lambda: shown()["documents_total"] > first)
-        assert path.stat().st_mode & 0o777 == 0o644, "node_exporter is another user"
-        state = "done"
-    assert shown()["rank_state done"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["books_00003.prom"]
-
-
-def test_files_to_which_nothing_was_written_for_long_are_removed(tmp_path: Path) -> None:
-    names = ("books_1", "books_2", "other_1", "books_3")
-    for name in names:
-        (tmp_path / f"{name}.prom").write_text("# datatrove-ckpt: of an earlier version, too\nx 1\n")
-    (tmp_path / "books_3.prom").write_text("of_another_program 1\n")
-    for name in ("books_1", "other_1", "books_3"):
-        os.utime(tmp_path / f"{name}.prom", (1, 1))
-    for _ in range(2):  # it knows its own
-        with metrics_file(str(tmp_path / "books.prom"), 7, metrics):
-            pass
-        os.utime(tmp_path / "books_00007.prom", (1, 1))
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"books_2.prom", "other_1.prom", "books_3.prom", "books_00007.prom"}
-    with metrics_file(str(tmp_path / "books.prom"), 8, metrics):
-        pass
-    assert "books_00007.prom" not in {path.name for path in tmp_path.iterdir()}
-
-
-def test_a_folder_that_is_missing_is_said_once_and_the_run_goes_on(
-    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prometheus, "FILE_SECONDS", 0.01)
-    written: list[int] = []
-    with metrics_file(str(tmp_path / "gone/a.prom"), 3, lambda: written.append(1) or metrics()):  # type: ignore[func-returns-value]
-        waited_for(lambda: len(written) > 2)
-    assert len([line for line in log if "cannot be written: No such file or directory" in line]) == 1
 
 
 # the port ------------------------------------------------------------------------------------------------------------

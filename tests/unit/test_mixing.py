@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.testing import assert_resume_is_exact
 from datatrove_ckpt.torch import Mix, Pack
+from tests.resume import assert_resume_is_exact
 from tests.stateful_rows import Rows
 
 ENDS = ["stop", "drop", "repeat"]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.testing import assert_resume_is_exact
 from datatrove_ckpt.torch import Mix, Pack
 from datatrove_ckpt.torch.seals import sealed
+from tests.resume import assert_resume_is_exact
 from tests.stateful_rows import Rows
 
 

@@ -148,11 +148,11 @@ def test_an_attempt_that_still_runs_has_not_ended(tmp_path: Path) -> None:
     assert "Attempts that ended early" not in report_of(tmp_path, history, state="running")
 
 
-def test_attempts_beyond_a_hundred_are_counted_and_the_last_shown(tmp_path: Path) -> None:
+def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path: Path) -> None:
     records = [start(number, 100 * number + number**2) for number in range(151)]
     table = report_of(tmp_path, records, state="running")["Attempts that ended early"]
-    assert table.note.endswith("These are the last 100 of 150.")
-    assert len(table.rows) == 100
+    assert table.note.endswith("These are the last 30 of 150.")
+    assert len(table.rows) == 30
 
 
 # requests ------------------------------------------------------------------------------------------------------------

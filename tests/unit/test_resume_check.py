@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datatrove_ckpt.testing import assert_resume_is_exact
-from datatrove_ckpt.testing.resume import name_of, samples_of
+from tests.resume import assert_resume_is_exact, name_of, samples_of
 
 
 class Loader:

@@ -1,4 +1,4 @@
-"""The state of a run becomes points, and points go to whoever keeps runs: no point is sent twice."""
+"""The sums of a run go to whoever keeps runs, and a service that is away holds up no other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from datatrove_ckpt.maintenance import read_state
-from datatrove_ckpt.maintenance.tracking import Point, Tracker
+from datatrove_ckpt.maintenance.tracking import TrackedJob, Tracker
 from datatrove_ckpt.maintenance.where import Place
 from tests.rank_folders import done, failed, minute, minutes, start, stopped, write_rank
 
@@ -19,15 +19,14 @@ class Run:
     """Keeps what it gets; as long as ``broken``, it raises."""
 
     def __init__(self) -> None:
-        self.sent_until = 0
-        self.points: list[Point] = []
+        self.points: list[tuple[float, dict[str, float]]] = []
         self.broken = False
         self.ends: list[str] = []
 
-    def send(self, point: Point) -> None:
+    def send(self, at: float, values: dict[str, float]) -> None:
         if self.broken:
             raise ConnectionError("no network")
-        self.points.append(point)
+        self.points.append((at, values))
 
     def end(self, status: str) -> None:
         self.ends.append(status)
@@ -42,28 +41,42 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def make(root: Path, *runs: Run) -> Tracker:
-    return Tracker(Place(str(root), root, [str(root)]), [lambda _, run=run: run for run in runs])
+    return Tracker(Place(str(root), root, [str(root)]), [lambda job, run=run: run for run in runs])
 
 
-def test_a_point_has_the_sums_of_all_ranks_as_status_has_them(tmp_path: Path, now: list[float]) -> None:
+def test_the_numbers_are_those_of_status_by_their_names_in_its_json(tmp_path: Path, now: list[float]) -> None:
     run = Run()
     for number in range(2):
         write_rank(tmp_path, number, [start(T), *minutes(T, 5, 10, 100)], chunks=5, tasks=3)
     now.append(T + 301)
     assert make(tmp_path, run).work() == ""
-    (point,) = run.points
-    assert point.at == 1000 * (T + 301)
+    ((at, values),) = run.points
+    assert at == T + 301
     expected = {
-        "documents": 100,
-        "requests": 200,
-        "requests_in_flight": 8,
-        "ranks_running": 2,
-        "ranks_done": 0,
-        "documents_per_second": pytest.approx(1 / 3),
-        "input_done_ratio": pytest.approx(1 / 3),
+        "counts.read": 100,
+        "work.requests": 200,
+        "in_flight": 8,
+        "states.running": 2,
+        "not_started": 1,
+        "rates.documents": pytest.approx(1 / 3),
+        "position.share": pytest.approx(1 / 3),
+        "exact": 1,
     }
-    assert {name: point.values[name] for name in expected} == expected
+    assert {name: values[name] for name in expected} == expected
+    assert all(type(value) is float for value in values.values())
     assert run.ends == []
+
+
+def test_a_job_has_one_id_and_its_identity_as_parameters(tmp_path: Path, now: list[float]) -> None:
+    found: list[TrackedJob] = []
+    write_rank(tmp_path, 0, [start(T), *minutes(T, 5, 10)], tasks=3)
+    for name in (None, "mine", "mine"):
+        Tracker(Place(str(tmp_path), tmp_path, []), [lambda job: found.append(job) or Run()], name).work()
+    first, second, third = found
+    assert (first.name, second.name) == (tmp_path.name, "mine")
+    assert second == third
+    assert first.id != second.id
+    assert first.parameters["tasks"] == "3"
 
 
 def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_path: Path, now: list[float]) -> None:
@@ -73,21 +86,12 @@ def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_pat
     first.broken = True
     now.append(T + 301)
     assert tracked.work() == "ConnectionError: no network"
-    assert [point.at for point in second.points] == [1000 * (T + 301)]
+    assert [at for at, _ in second.points] == [T + 301]
     first.broken = False
     now.append(T + 362)
     assert tracked.work() == ""
-    assert [point.at for point in first.points] == [1000 * (T + 362)]
+    assert [at for at, _ in first.points] == [T + 362]
     assert first.points == second.points[1:]
-
-
-def test_no_point_is_sent_twice(tmp_path: Path, now: list[float]) -> None:
-    """MLflow keeps milliseconds, so a point of a finer time would seem to be newer than itself."""
-    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10.3371)], chunks=1, finished=True)
-    run = Run()
-    for _ in range(2):
-        assert make(tmp_path, run).work() == ""
-    assert [point.at for point in run.points] == [1000 * T + 10_337]
 
 
 @pytest.mark.parametrize(
@@ -109,24 +113,37 @@ def test_the_status_is_that_of_the_run(tmp_path: Path, now: list[float], ends: l
     assert tracked.work() == ""
     assert run.ends == ([] if status == "RUNNING" else [status])
     assert tracked.is_over == (status != "RUNNING")
-    assert tracked.work() == ""
-    assert len(run.ends) <= 1, "nothing is new"
 
 
 def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float]) -> None:
     attempts: list[float] = []
     run = Run()
 
-    def maker(first_at: float) -> Run:
-        attempts.append(first_at)
+    def maker(job: TrackedJob) -> Run:
+        attempts.append(job.started)
         if len(attempts) == 1:
             raise OSError("no route")
         return run
 
     tracked = Tracker(Place(str(tmp_path), tmp_path, [str(tmp_path)]), [maker])
-    assert tracked.work() == "", "no rank has begun"
+    assert tracked.work().startswith(f"{tmp_path} "), "no rank has begun"
+    assert not tracked.is_over
     write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10)], chunks=1, finished=True)
     assert tracked.work() == "OSError: no route"
+    assert not tracked.is_over
     assert tracked.work() == "", "although nothing is new"
     assert attempts == [T, T]
-    assert [point.at for point in run.points] == [1000 * (T + 10)], "whenever it is read"
+    assert [at for at, _ in run.points] == [T + 10], "whenever it is read"
+
+
+def test_what_has_ended_is_sent_in_whole_to_a_service_that_comes_back(tmp_path: Path, now: list[float]) -> None:
+    first, second = Run(), Run()
+    tracked = make(tmp_path, first, second)
+    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10)], chunks=1, finished=True)
+    second.broken = True
+    assert tracked.work() == "ConnectionError: no network"
+    assert not tracked.is_over
+    second.broken = False
+    assert tracked.work() == ""
+    assert tracked.is_over
+    assert second.ends == ["FINISHED"]

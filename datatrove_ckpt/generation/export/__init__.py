@@ -1,5 +1,4 @@
-"""What a rank tells other systems while it works: metrics for Prometheus, runs for MLflow and Weights & Biases.
+"""What a rank tells other systems while it works: metrics for Prometheus.
 
-Start at ``exporter.py``, which the runner opens and closes. ``prometheus.py`` has the metrics and shows them;
-``exporter.py`` keeps ``datatrove-ckpt track`` at work.
+Start at ``exporter.py``, which the runner opens and closes. ``prometheus.py`` has the metrics and shows them.
 """

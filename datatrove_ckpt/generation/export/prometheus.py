@@ -1,4 +1,4 @@
-"""A rank's metrics for Prometheus: as text, at a port, and in node_exporter's files. Needs prometheus-client.
+"""A rank's metrics for Prometheus, at a port of its process. Needs prometheus-client.
 
 Names and units are as Prometheus wants them: seconds, bytes, and ``_total`` for what only grows. Those counters start
 from zero in each attempt, which Prometheus' ``rate`` and ``increase`` understand. What is summed over all attempts is a
@@ -13,32 +13,32 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 from loguru import logger
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client import Metric as Family
-from prometheus_client import generate_latest
-from prometheus_client.exposition import MetricsHandler
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread, WorkCounts
-from datatrove_ckpt.config.paths import expand_path
 
 _KEEP_ENDED_SECONDS = 120.0
-_KEEP_FILES_SECONDS = 600.0
-FILE_SECONDS = 15.0  # between two versions of a rank's file
 _PORTS = 1000  # that are tried
-_HEAD = b"# datatrove-ckpt"  # of our files
+
+_FAMILIES: dict[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 PREFIX = "datatrove_ckpt_"
 RANK_LABELS = ("run", "rank")
@@ -46,58 +46,26 @@ STATES = ("starting", "running", "stopping", "done", "stopped", "failed")
 """``stopping`` drains; the last three are ends."""
 
 
-class Metric(NamedTuple):
-    """``labels``: its own, besides ``RANK_LABELS``."""
-
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    labels: tuple[str, ...] = ()
-
-
-_METRICS = {
-    "rank_info": Metric("gauge", "Always 1; its labels tell where the rank works.", ("version", "host", "job")),
-    "rank_state": Metric("gauge", f"1 for the state that the rank is in, one of {', '.join(STATES)}.", ("state",)),
-    "job_ranks": Metric("gauge", "How many ranks the job has, those that work nowhere included."),
-    "updated_timestamp_seconds": Metric("gauge", "When these values were read, in Unix seconds."),
-    "attempt_start_timestamp_seconds": Metric("gauge", "When this attempt of the rank started, in Unix seconds."),
-    "rank_seconds": Metric("gauge", "Time that all attempts of the rank took.", ("phase",)),
-    "rank_documents": Metric("gauge", "Documents that all attempts of the rank have finished.", ("outcome",)),
-    "rank_requests": Metric("gauge", "Requests of the documents that all attempts of the rank have finished."),
-    "rank_tokens": Metric("gauge", "Tokens of the documents that all attempts of the rank have finished.", ("type",)),
-    "rank_chunks": Metric("gauge", "Chunks that all attempts of the rank have committed."),
-    "input_done_ratio": Metric("gauge", "Part of the rank's input that is done, from 0 to 1; missing if not known."),
-    "documents_total": Metric("counter", "Documents that this attempt has finished."),
-    "documents_in_progress": Metric("gauge", "Documents that rollouts work on now."),
-    "requests_total": Metric("counter", "Requests of this attempt that ended at a server.", ("outcome",)),
-    "requests_in_flight": Metric("gauge", "Requests that servers work on now."),
-    "requests_waiting": Metric("gauge", "Requests that wait for a server, a free slot or their next attempt now."),
-    "unanswered_seconds": Metric("gauge", "For so long servers have answered no request, although some failed."),
-    "request_attempts_total": Metric("counter", "Times that a request was sent to a server in this attempt."),
-    "request_retries_total": Metric(
-        "counter", "Requests sent again in this attempt: after an error, or because their server was lost.", ("cause",)
-    ),
-    "request_errors_total": Metric(
-        "counter", "Requests of this attempt that failed once, by kind of error.", ("kind",)
-    ),
-    "cache_hits_total": Metric("counter", "Requests of this attempt that the request cache answered."),
-    "tokens_total": Metric("counter", "Tokens of this attempt's answers, as servers count them.", ("type",)),
-    "server_restarts_total": Metric("counter", "Restarts of model servers in this attempt."),
-    "request_duration_seconds": Metric("histogram", "Time from sending a request to its answer."),
-    "request_prompt_tokens": Metric("histogram", "Prompt tokens of each answer."),
-    "request_completion_tokens": Metric("histogram", "Completion tokens of each answer."),
-}
-METRICS = {PREFIX + name: metric for name, metric in _METRICS.items()}
-
-
 class Histogram(NamedTuple):
     """As Prometheus has it: each upper end with the number of values up to it, and the sum of all values."""
 
-    buckets: list[tuple[str, int]]
+    buckets: list[tuple[str, float]]
     sum: float
 
 
-Values: TypeAlias = dict[tuple[str, ...], float] | Histogram | float | None
-"""Of a metric: by the values of its own labels, or the only one. None: not known."""
+class Metric(NamedTuple):
+    """A metric of one rank.
+
+    Attributes:
+        values: by the values of its own labels, or the only one. None: not known.
+        labels: its own, besides ``RANK_LABELS``.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    help: str
+    values: Mapping[Any, float] | Histogram | float | None
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,43 +91,135 @@ class RankNow:
     progress: Progress
     spread: Spread
 
-    def values(self) -> dict[str, Values]:
-        """By the names in ``METRICS``."""
+    def metrics(self) -> list[Metric]:
+        """The same ones, in the same order, of every rank."""
         total = self.progress
         own = total.own
-        found: dict[str, Values] = {
-            "rank_info": {(__version__, self.host, self.job): 1},
-            "rank_state": {(state,): int(state == self.state) for state in STATES},
-            "job_ranks": self.ranks,
-            "updated_timestamp_seconds": round(self.now, 3),
-            "attempt_start_timestamp_seconds": round(self.started_at, 3),
-            "rank_seconds": {("inference",): total.seconds.inference, ("total",): total.seconds.total},
-            "rank_documents": {(name,): getattr(total.documents, name) for name in ("written", "dropped", "dead")},
-            "rank_requests": total.documents.requests,
-            "rank_tokens": _tokens(total.documents),
-            "rank_chunks": total.chunks,
-            "input_done_ratio": total.position.share,
-            "documents_total": own.documents,
-            "documents_in_progress": total.in_work,
-            "requests_total": {("answered",): own.requests, ("failed",): own.failed},
-            "requests_in_flight": total.in_flight,
-            "requests_waiting": total.waiting,
-            "unanswered_seconds": total.silence.seconds,
-            "request_attempts_total": own.sent,
-            "request_retries_total": _retries(own),
-            "request_errors_total": {(kind,): count for kind, count in own.errors.items()},
-            "cache_hits_total": own.cached,
-            "tokens_total": _tokens(own),
-            "server_restarts_total": own.restarts,
-            "request_duration_seconds": _histogram(self.spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
-            "request_prompt_tokens": _histogram(self.spread.prompt_tokens, 18),
-            "request_completion_tokens": _histogram(self.spread.completion_tokens, 18),
-        }
-        return {PREFIX + name: values for name, values in found.items()}
-
-
-def _retries(counts: WorkCounts) -> dict[tuple[str, ...], float]:
-    return {("error",): counts.retries, ("server_lost",): counts.resent}
+        seconds = {("inference",): total.seconds.inference, ("total",): total.seconds.total}
+        outcomes = {(name,): getattr(total.documents, name) for name in ("written", "dropped", "dead")}
+        states = {(state,): int(state == self.state) for state in STATES}
+        retries = {("error",): own.retries, ("server_lost",): own.resent}
+        errors = {(kind,): count for kind, count in own.errors.items()}
+        latency = _histogram(self.spread.milliseconds, 22, 1000.0)  # 1 ms to 35 min
+        where = {(__version__, self.host, self.job): 1.0}
+        return [
+            Metric(
+                "gauge",
+                "rank_info",
+                "Always 1; its labels tell where the rank works.",
+                where,
+                ("version", "host", "job"),
+            ),
+            Metric(
+                "gauge",
+                "rank_state",
+                f"1 for the state that the rank is in, one of {', '.join(STATES)}.",
+                states,
+                ("state",),
+            ),
+            Metric("gauge", "job_ranks", "How many ranks the job has, those that work nowhere included.", self.ranks),
+            Metric("gauge", "updated_timestamp_seconds", "When these values were read, in Unix seconds.", self.now),
+            Metric(
+                "gauge",
+                "attempt_start_timestamp_seconds",
+                "When this attempt of the rank started, in Unix seconds.",
+                self.started_at,
+            ),
+            Metric("gauge", "rank_seconds", "Time that all attempts of the rank took.", seconds, ("phase",)),
+            Metric(
+                "gauge",
+                "rank_documents",
+                "Documents that all attempts of the rank have finished.",
+                outcomes,
+                ("outcome",),
+            ),
+            Metric(
+                "gauge",
+                "rank_requests",
+                "Requests of the documents that all attempts of the rank have finished.",
+                total.documents.requests,
+            ),
+            Metric(
+                "gauge",
+                "rank_tokens",
+                "Tokens of the documents that all attempts of the rank have finished.",
+                _tokens(total.documents),
+                ("type",),
+            ),
+            Metric("gauge", "rank_chunks", "Chunks that all attempts of the rank have committed.", total.chunks),
+            Metric(
+                "gauge",
+                "input_done_ratio",
+                "Part of the rank's input that is done, from 0 to 1; missing if not known.",
+                total.position.share,
+            ),
+            Metric("counter", "documents_total", "Documents that this attempt has finished.", own.documents),
+            Metric("gauge", "documents_in_progress", "Documents that rollouts work on now.", total.in_work),
+            Metric(
+                "counter",
+                "requests_total",
+                "Requests of this attempt that ended at a server.",
+                {("answered",): own.requests, ("failed",): own.failed},
+                ("outcome",),
+            ),
+            Metric("gauge", "requests_in_flight", "Requests that servers work on now.", total.in_flight),
+            Metric(
+                "gauge",
+                "requests_waiting",
+                "Requests that wait for a server, a free slot or their next attempt now.",
+                total.waiting,
+            ),
+            Metric(
+                "gauge",
+                "unanswered_seconds",
+                "For so long servers have answered no request, although some failed.",
+                total.silence.seconds,
+            ),
+            Metric(
+                "counter",
+                "request_attempts_total",
+                "Times that a request was sent to a server in this attempt.",
+                own.sent,
+            ),
+            Metric(
+                "counter",
+                "request_retries_total",
+                "Requests sent again in this attempt: after an error, or because their server was lost.",
+                retries,
+                ("cause",),
+            ),
+            Metric(
+                "counter",
+                "request_errors_total",
+                "Requests of this attempt that failed once, by kind of error.",
+                errors,
+                ("kind",),
+            ),
+            Metric(
+                "counter", "cache_hits_total", "Requests of this attempt that the request cache answered.", own.cached
+            ),
+            Metric(
+                "counter",
+                "tokens_total",
+                "Tokens of this attempt's answers, as servers count them.",
+                _tokens(own),
+                ("type",),
+            ),
+            Metric("counter", "server_restarts_total", "Restarts of model servers in this attempt.", own.restarts),
+            Metric("histogram", "request_duration_seconds", "Time from sending a request to its answer.", latency),
+            Metric(
+                "histogram",
+                "request_prompt_tokens",
+                "Prompt tokens of each answer.",
+                _histogram(self.spread.prompt_tokens, 18),
+            ),
+            Metric(
+                "histogram",
+                "request_completion_tokens",
+                "Completion tokens of each answer.",
+                _histogram(self.spread.completion_tokens, 18),
+            ),
+        ]
 
 
 def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
@@ -168,7 +228,7 @@ def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]
 
 def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
     """``ends``: upper ends of the buckets, as powers of two from 1 on. The sum is of their middles, at most 9 % off."""
-    found: list[tuple[str, int]] = []
+    found: list[tuple[str, float]] = []
     for power in range(ends):
         upto = sum(count for bucket, count in buckets.items() if bucket <= 4 * power)  # the last one below 2 ** power
         found.append((repr(2.0**power / divisor), upto))
@@ -177,36 +237,22 @@ def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
     return Histogram(found, sum(middles) / divisor)
 
 
-class RankMetrics(NamedTuple):
-    """The metrics of some ranks, as prometheus-client's encoders want a registry."""
-
-    ranks: Iterable[RankNow]
-
-    def collect(self) -> Iterator[Family]:
-        ranks = [
-            (dict(zip(RANK_LABELS, (rank.run, str(rank.rank)), strict=True)), rank.values()) for rank in self.ranks
-        ]
-        for name, metric in METRICS.items():
-            family = Family(name.removesuffix("_total"), metric.help, metric.kind)
-            for rank, known in ranks:
-                values = known.get(name)
-                if isinstance(values, Histogram):
-                    for end, count in values.buckets:
-                        family.add_sample(f"{name}_bucket", {**rank, "le": end}, count)
-                    family.add_sample(f"{name}_count", rank, values.buckets[-1][1])
-                    family.add_sample(f"{name}_sum", rank, values.sum)
-                elif isinstance(values, dict):
-                    for labels, value in values.items():
-                        family.add_sample(name, {**rank, **dict(zip(metric.labels, labels, strict=True))}, value)
-                elif values is not None:
-                    family.add_sample(name, rank, values)
-            if family.samples:
-                yield family
-
-
-def exposition(ranks: Iterable[RankNow]) -> bytes:
-    """The text of all ranks' metrics, in Prometheus' classic format."""
-    return bytes(generate_latest(RankMetrics(ranks)))
+def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
+    """The metrics of some ranks, each metric once."""
+    for same in zip(*[rank.metrics() for rank in ranks], strict=True):
+        kind, name, text, _, labels = same[0]
+        family = _FAMILIES[kind](PREFIX + name, text, labels=(*RANK_LABELS, *labels))
+        for rank, metric in zip(ranks, same, strict=True):
+            of_rank = (rank.run, str(rank.rank))
+            if isinstance(metric.values, Histogram):
+                family.add_metric(of_rank, *metric.values)
+            elif isinstance(metric.values, Mapping):
+                for own, value in metric.values.items():
+                    family.add_metric((*of_rank, *own), value)
+            elif metric.values is not None:
+                family.add_metric(of_rank, metric.values)
+        if family.samples:
+            yield family
 
 
 GetRank = Callable[[], RankNow]
@@ -215,30 +261,12 @@ GetRank = Callable[[], RankNow]
 # the port -------------------------------------------------------------------------------------------------------------
 
 
-class _Scrape(MetricsHandler):
-    timeout = 10.0  # seconds that a silent connection has a thread
+class ShownRanks:
+    """What the port of a process shows: a collector of prometheus-client's registry."""
 
-
-class MetricsPort(ThreadingMixIn, TCPServer):
-    """The port of a process, until it ends.
-
-    Raises:
-        OSError: the port cannot be used.
-    """
-
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, host: str, port: int) -> None:
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        else:
-            self.address_family = socket.AF_INET
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shown: dict[tuple[str, int], tuple[GetRank, float]] = {}
-        super().__init__((host, port), _Scrape.factory(self))
-        os.register_at_fork(after_in_child=self.socket.close)  # a fork of a rollout's may outlive this process
-        threading.Thread(target=self.serve_forever, name="datatrove-ckpt metrics", daemon=True).start()
 
     @contextmanager
     def shows(self, rank: GetRank) -> Iterator[None]:
@@ -259,110 +287,31 @@ class MetricsPort(ThreadingMixIn, TCPServer):
         with self._lock:
             self._shown = {key: one for key, one in self._shown.items() if one[1] > time.monotonic()}
             shown = list(self._shown.values())
-        return RankMetrics([rank() for rank, _ in shown]).collect()
-
-    def restricted_registry(self, names: Iterable[str]) -> MetricsPort:
-        """For a scrape with ``name[]``, which gets all of them."""
-        return self
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A scraper that hangs up is no problem."""
+        return families([rank() for rank, _ in shown])
 
 
 @cache
-def _port(process: int, host: str, first: int) -> MetricsPort | None:
+def _port(process: int, host: str, first: int) -> ShownRanks | None:
+    shown = ShownRanks()
+    registry = CollectorRegistry()
+    registry.register(shown)
     why = "no port is free"
     for port in range(first, min(first + _PORTS, 1 << 16)):
         try:
-            server = MetricsPort(host, port)
+            server, _ = start_http_server(port, host, registry)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 continue
             why = error.strerror or str(error)
             break
+        os.register_at_fork(after_in_child=server.socket.close)  # a fork of a rollout's may outlive this process
         if port != first:
             logger.info(f"metrics_port: {first} is taken; this process has {host}:{port}.")
-        return server
+        return shown
     logger.warning(f"metrics_port: {host}:{first} cannot be used: {why}. The run goes on without metrics there.")
     return None
 
 
-def metrics_port(host: str, first: int) -> MetricsPort | None:
-    """The one of this process; None, with a warning, if none can be used. A fork has another one."""
+def metrics_port(host: str, first: int) -> ShownRanks | None:
+    """What this process shows; None, with a warning, if none can be used. A fork has another one."""
     return _port(os.getpid(), host, first)
-
-
-# files ----------------------------------------------------------------------------------------------------------------
-
-
-class RankFile:
-    """A rank's file on this node, for a reader that may read it at any moment.
-
-    Args:
-        path: ``MonitoringConfig.metrics_file``.
-        rank: its number; "*": a pattern of all of them.
-
-    Raises:
-        ConfigError: a variable in the path is not set here.
-    """
-
-    def __init__(self, path: str, rank: int | str) -> None:
-        if "${rank}" not in path:
-            name, dot, suffix = path.rpartition(".")
-            path = f"{name}_${{rank}}{dot}{suffix}"
-        number = f"{rank:05d}" if isinstance(rank, int) else rank
-        self.path = expand_path("monitoring.metrics_file", path.replace("${rank}", number))
-        self._failed = False
-
-    def write(self, content: Callable[[], bytes]) -> None:
-        """Replaces the file in one step. A failure is logged once: the run must not end for it."""
-        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # a name that is not read
-        try:
-            new.write_bytes(content())
-            new.chmod(0o644)  # the reader is another user; there is nothing secret in it
-            new.replace(self.path)
-            self._failed = False
-        except Exception as error:  # whatever it is, the next version may work, and the last one is the most wanted
-            with suppress(OSError):
-                new.unlink()
-            if not self._failed:
-                why = getattr(error, "strerror", None) or repr(error)
-                logger.warning(f"metrics_file: {self.path} cannot be written: {why}. The run goes on.")
-            self._failed = True
-
-
-@contextmanager
-def metrics_file(path: str, number: int, rank: GetRank) -> Iterator[None]:
-    """Writes a rank's file for node_exporter's textfile collector every few seconds inside the block.
-
-    It stays, with the last values, because otherwise what happened since the last look would be lost. The next rank
-    that starts with the same setting removes files to which nothing was written for ten minutes.
-
-    Args:
-        path: ``MonitoringConfig.metrics_file``.
-        number: of the rank.
-    """
-    pattern = RankFile(path, "*").path
-    for other in pattern.parent.glob(pattern.name):
-        with suppress(OSError):
-            is_old = time.time() - other.stat().st_mtime > _KEEP_FILES_SECONDS
-            if is_old and other.read_bytes().startswith(_HEAD):
-                other.unlink()
-    ended = threading.Event()
-    arguments = RankFile(path, number), rank, ended
-    thread = threading.Thread(target=_keep, args=arguments, name="datatrove-ckpt metrics file", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _keep(file: RankFile, rank: GetRank, ended: threading.Event) -> None:
-    is_last = False
-    while True:
-        file.write(lambda: _HEAD + b"\n" + exposition([rank()]))
-        if is_last:
-            return
-        is_last = ended.wait(FILE_SECONDS)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import orjson
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_read import AttemptSummary, History, read_history
@@ -17,7 +16,7 @@ from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.formatting import figure, percent, plural
+from datatrove_ckpt.formatting import figure, plural
 from datatrove_ckpt.maintenance.report.histories import time_axis
 from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
@@ -27,8 +26,7 @@ _PROGRESS_LINES = 30_000
 """Lines about progress to read in sum. More of them would cost seconds, and no screen could show them."""
 _LEAST_LINES = 30  # of one rank
 _MOST_LINES = 400
-_MAX_CAUSES = 50
-_MAX_ATTEMPTS = 100
+_MAX_ATTEMPTS = 30
 _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
 
 
@@ -127,14 +125,7 @@ def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Itera
 
 def _tables(run: RunState, ranks: Sequence[_Rank], ended: Sequence[tuple[str, AttemptSummary]]) -> Iterator[Table]:
     yield _attempts(ended)
-    causes = run.causes
-    dead = [[name, figure(count), percent(count / causes.total())] for name, count in causes.most_common(_MAX_CAUSES)]
-    yield Table("Dead letters", ("cause", "documents#", "#"), dead)
     yield _spreads([one.history for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
-    yield _ranks(ranks)
-    known = run.identity.items()
-    identity = [(key, value if isinstance(value, str) else orjson.dumps(value).decode()) for key, value in known]
-    yield Table("Identity", ("name", "value"), identity)
 
 
 def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
@@ -182,26 +173,3 @@ def _limit(buckets: Buckets, number: float) -> float:
         if seen >= number:
             break
     return Buckets.lower(bucket + 1)
-
-
-def _ranks(ranks: Sequence[_Rank]) -> Table:
-    rows = []
-    tones: list[Tone] = []
-    for one in ranks:
-        state = one.state
-        tone: Tone = ""
-        if state.state in ("damaged", "failed"):
-            tone = "critical"
-        elif state.trouble == "slow":
-            tone = "warning"
-        tones.append(tone)
-        done = pace = ""
-        if state.share is not None:
-            done = percent(state.share)
-        if state.seconds:
-            pace = figure(state.documents / state.seconds)
-        numbers = (state.number_of_attempts, state.chunks, state.unfinished_chunks, state.counts.dead)
-        rows.append([one.key, state.state, figure(state.documents), done, pace, *map(figure, numbers), state.reason])
-    note = "Documents per second of all attempts together."
-    columns = ("rank", "state", "documents#", "done#", "per second#", "attempts#", "chunks#", "in work#", "dead#", "")
-    return Table("Ranks", columns, rows, note, tones)

@@ -19,12 +19,11 @@ from typing import Literal, TypeAlias
 
 from datatrove_ckpt.formatting import figure, short
 
-_OPEN_ROWS = 24  # a table with more rows is closed at first
 _MAX_NAME = 160
 _MAX_LEGEND = 80
 _MAX_CELL = 4000
 
-Tone = Literal["", "good", "warning", "critical"]
+Tone = Literal["good", "warning", "critical"]
 Value: TypeAlias = str | float | None
 """An attribute's value; None leaves the attribute out."""
 
@@ -52,14 +51,12 @@ class Table:
     Attributes:
         columns: titles. One that ends with "#" is of numbers.
         note: what is said above it.
-        tones: for each row, if it is not "".
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    tones: Sequence[Tone] = ()
 
 
 @dataclass(frozen=True)
@@ -109,13 +106,11 @@ def _table(table: Table) -> Markup:
     kinds = ["n" if column.endswith("#") else None for column in table.columns]
     heads = zip(table.columns, kinds, strict=True)
     lines = [element("tr", *(element("th", head.removesuffix("#"), class_=kind) for head, kind in heads))]
-    for index, row in enumerate(table.rows):
+    for row in table.rows:
         pairs = zip(row, kinds, strict=True)
         cells = (element("td", cell if kind else name(cell, _MAX_CELL), class_=kind) for cell, kind in pairs)
-        lines.append(element("tr", *cells, class_=(table.tones[index] or None) if table.tones else None))
+        lines.append(element("tr", *cells))
     body = element("div", element("table", *lines), class_="table")
-    if len(lines) > _OPEN_ROWS:
-        body = element("details", element("summary", f"all {len(table.rows)} rows"), body)
     note = element("p", table.note) if table.note else ""
     return element("section", element("h2", table.title), note, body, class_="wide")
 

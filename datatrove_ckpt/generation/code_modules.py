@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 import linecache
 import os
 import re
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
-from importlib.util import resolve_name
 from typing import Any, NamedTuple
 
 from datatrove_ckpt.generation.code_text import (
@@ -28,6 +26,7 @@ from datatrove_ckpt.generation.code_text import (
     parse,
     unhinted,
     write_code,
+    write_tree,
 )
 from datatrove_ckpt.generation.code_uses import Definition, Import, Name, Uses, bound_names, dotted, imported
 from datatrove_ckpt.generation.code_values import MACHINE, UNSTABLE, Path, cells, wrapped
@@ -64,9 +63,10 @@ class Source:
         self._texts = dict(texts)
         self._documented = documented
         self._trees: dict[str, ast.Module] = {}
-        self.bindings: dict[str, dict[Binding, None]] = {}
-        self.changes: dict[str, dict[Binding, None]] = {}
+        self.bindings: dict[str, list[Binding]] = {}
+        self.changes: dict[str, list[Binding]] = {}
         self._uses: dict[ast.AST, Uses] = {}
+        self._text: dict[ast.AST, str] = {}
         for file, text in texts:
             try:
                 self._trees[file] = parse(text)
@@ -76,11 +76,11 @@ class Source:
 
     def statements(self, name: str) -> list[Binding]:
         """Those that bind a name, except imports, and then those that change what it stands for."""
-        found = {**self.bindings.get(name, {}), **self.changes.get(name, {})}
-        return [one for one in found if one.imported is None]
+        found = [*self.bindings.get(name, []), *self.changes.get(name, [])]
+        return list(dict.fromkeys(one for one in found if one.imported is None))
 
     def imports(self, name: str) -> list[Binding]:
-        return [one for one in self.bindings.get(name, {}) if one.imported is not None]
+        return [one for one in self.bindings.get(name, []) if one.imported is not None]
 
     def _collect(self, body: list[ast.stmt], tests: tuple[ast.expr, ...]) -> None:
         for node in map(unhinted, body):
@@ -94,8 +94,7 @@ class Source:
                 for part in (node, *getattr(node, "handlers", [])):
                     for name in ("body", "orelse", "finalbody"):
                         self._collect(getattr(part, name, []), (*tests, *conditions))
-                for part in inside:
-                    self._add(self.bindings, bound_names(part), bound)
+                self._add(self.bindings, bound_names(inside), bound)
             elif isinstance(node, Definition):
                 decorators = [dotted(one) for one in node.decorator_list]
                 self._add(self.changes, [one[0] for one in decorators if len(one) > 1], bound)
@@ -104,12 +103,13 @@ class Source:
                         self.bindings.pop(node.name, None)
                     self._add(self.bindings, [node.name], bound)
             else:
-                self._add(self.bindings, bound_names(node), bound)
+                self._add(self.bindings, bound_names([node]), bound)
                 self._add(self.changes, _stored(node), bound)
 
-    def _add(self, table: dict[str, dict[Binding, None]], names: Iterable[str], bound: Binding) -> None:
+    def _add(self, table: dict[str, list[Binding]], names: Any, bound: Binding) -> None:
         for name in names:
-            table.setdefault(name, {})[bound] = None
+            if bound not in table.setdefault(name, []):
+                table[name].append(bound)
 
     def uses(self, node: ast.AST) -> Uses:
         """What a part of the file uses."""
@@ -117,10 +117,16 @@ class Source:
             self._uses[node] = Uses(node, self._documented or self._is_for_library(node))
         return self._uses[node]
 
+    def text(self, node: ast.AST) -> str:
+        """A part of the file of which ``uses`` was asked."""
+        if node not in self._text:
+            self._text[node] = write_tree(node)
+        return self._text[node]
+
     def _is_for_library(self, node: ast.AST) -> bool:
         """An installed package decorates a definition, or gives its base. It may read docstring and hints."""
         around = [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]
-        bound = [one.imported for part in around for root in dotted(part)[:1] for one in self.imports(root)]
+        bound = [one.imported for part in around for one in self.imports("".join(dotted(part)[:1]))]
         packages = {one.module.partition(".")[0] for one in bound if not one.level}
         return any(_PACKAGES.search(_file(package) or "") for package in packages - PIPELINE)
 
@@ -160,7 +166,7 @@ class Source:
             lines = self._codes(file).get((code.co_name, write_code(code)), [])
             line = min(lines, key=lambda one: abs(one - line), default=-1)
         known = self._definitions(code.co_name == "<lambda>").get(code.co_name, [])
-        return [node for *place, node in known if place == [file, line]]
+        return [node for where, first, node in known if (where, first) == (file, line)]
 
 
 def _stored(node: ast.stmt) -> Iterator[str]:
@@ -187,7 +193,7 @@ class Module:
 
     def __init__(self, name: str, file: str, namespace: Mapping[str, Any], documented: bool) -> None:
         self.name = name
-        self.file = file  # was_edited: since this process started
+        self.file = file
         self.folder = ""
         if not file.startswith("<"):
             self.folder = os.path.dirname(os.path.abspath(file))  # noqa: PTH100, PTH120
@@ -200,12 +206,19 @@ class Module:
         loader = {"__loader__": self.values.get("__loader__"), "__name__": name}
         texts = tuple((one, "".join(linecache.getlines(one, loader))) for one in files)
         self.source: Source = source_of(texts, documented)
-        loaded = getattr(sys.modules.get(name), "__dict__", None)
+        loaded = vars(sys.modules.get(name, types.ModuleType(name)))
         self.travels = name in MAIN or (bool(namespace) and loaded is not namespace)
-        self.was_edited = os.path.isfile(file) and os.path.getmtime(file) > _STARTED  # noqa: PTH113, PTH204
         self.package = self.values.get("__package__") or (
             name if os.path.basename(file) == "__init__.py" else name.rpartition(".")[0]  # noqa: PTH119
         )
+
+    @functools.cached_property
+    def was_edited(self) -> bool:
+        """Since this process started."""
+        try:
+            return os.stat(self.file).st_mtime > _STARTED  # noqa: PTH116 (co_filename is text)
+        except OSError:  # an archive, or a cell of a notebook
+            return False
 
     def find(self, code: types.CodeType) -> list[ast.AST]:
         return self.source.find(code, self.was_edited)
@@ -213,6 +226,16 @@ class Module:
 
 def _file(module: str) -> str | None:
     return getattr(sys.modules.get(module), "__file__", None)
+
+
+def is_of_user(file: str | None, module: str | None) -> bool:
+    """Whether a file is the user's own, and not of an installed package, the standard library or this package.
+
+    Text that is compiled without a file ("<string>": methods that ``dataclass`` makes) belongs to no package.
+    """
+    if file is None or str(module).partition(".")[0] in PIPELINE:
+        return False
+    return bool(_CELL.match(file)) or not (file.startswith(("<", _STANDARD_LIBRARY)) or _PACKAGES.search(file))
 
 
 class Project:
@@ -231,36 +254,33 @@ class Project:
         self.left: dict[str, None] = {}
         self._modules: dict[str, Module | None] = {}
         self._spaces: dict[tuple[int, str], Module] = {}
-        self._causes: dict[tuple[str, str], str] = {}
-        self.unstable_of: Callable[[type], dict[str, str]] = functools.cache(self._unstable_of)
+        self._causes: dict[Any, str] = {}
+        self._unstable: dict[type, dict[str, str]] = {}
 
-    def owns(self, thing: object) -> bool:
+    def owns(self, thing: Any) -> bool:
         """Whether a function, class or module is of the user."""
         if not isinstance(thing, types.FunctionType | types.ModuleType | type):
             return False
-        if isinstance(thing, types.ModuleType):
-            return self._is_users_file(getattr(thing, "__file__", None), thing.__name__)
-        name = str(thing.__module__)
-        if isinstance(thing, type):
-            if name not in sys.modules:  # of a pickle
+        if isinstance(thing, types.FunctionType):
+            name = str(thing.__module__)
+            file: str | None = thing.__code__.co_filename
+            if file == "<string>" and (name in ("None", "builtins", *MAIN) or self.module(name) is not None):  # by exec
+                return True
+        else:
+            name = thing.__name__
+            if isinstance(thing, type):
+                name = str(thing.__module__)
+            file = _file(name)
+            if isinstance(thing, types.ModuleType) and sys.modules.get(name) is not thing:  # loaded by its path
+                file = getattr(thing, "__file__", None)
+            if file is None and name in MAIN:  # a notebook
+                return True
+            if isinstance(thing, type) and name not in sys.modules:  # of a pickle
                 return any(map(self.owns, [one for one in vars(thing).values() if isinstance(one, types.FunctionType)]))
-            return self._is_users_file(_file(name), name)
-        file = thing.__code__.co_filename
-        if file == "<string>" and (name in ("None", "builtins", *MAIN) or self.module(name) is not None):  # by exec
-            return True
         return self._is_users_file(file, name)
 
     def _is_users_file(self, file: str | None, module: str) -> bool:
-        """Whether a file is the user's own, and not of an installed package, the standard library or this package.
-
-        Text that is compiled without a file ("<string>": methods that ``dataclass`` makes) belongs to no package.
-        """
-        top = module.partition(".")[0]
-        if file is None:
-            return module in MAIN  # a notebook
-        if top in PIPELINE | self.packages:
-            return top in self.packages
-        return bool(_CELL.match(file)) or not (file.startswith(("<", _STANDARD_LIBRARY)) or _PACKAGES.search(file))
+        return is_of_user(file, module) or (file is not None and module.partition(".")[0] in self.packages)
 
     def module(self, name: str) -> Module | None:
         """A module of the user; None: it is another one, or is missing."""
@@ -269,39 +289,47 @@ class Project:
             file = _file(name)
             folders = [*getattr(loaded, "__path__", [])]
             if loaded is None:
+                spec = None
                 above = name.rpartition(".")[0]
-                path = None
-                if above:
-                    path = getattr(self.module(above), "folders", [])
-                spec = PathFinder.find_spec(name, path)
+                parent = self.module(above) if above else None
+                if parent is not None:
+                    spec = PathFinder.find_spec(name, parent.folders)
+                elif not above:
+                    spec = PathFinder.find_spec(name)
                 file = getattr(spec, "origin", None)
                 folders = [*(getattr(spec, "submodule_search_locations", None) or [])]
+            place = file
             if folders and file is None:
-                file = os.path.join(folders[0], "")  # noqa: PTH118
+                place = os.path.join(folders[0], "")  # noqa: PTH118
             self._modules[name] = None
-            if file and self._is_users_file(file, name) and not file.endswith((".so", ".pyd")):
+            if place and self._is_users_file(place, name) and not place.endswith((".so", ".pyd")):
                 if loaded is None:
-                    _late.add(file)
-                values: Mapping[str, object] = {}
-                if file not in _late:
-                    values = vars(loaded)
-                found = self._modules[name] = Module(name, file, values, self._documented)
+                    _late.add(place)
+                values: Mapping[str, Any] = getattr(loaded, "__dict__", {})
+                if place in _late:
+                    values = {}
+                found = self._modules[name] = Module(name, place, values, self._documented)
                 found.folders = folders
         return self._modules[name]
 
-    def module_of(self, thing: types.ModuleType | types.FunctionType) -> Module:
-        """Where a function looks its names up, or a module. One loaded by its path is not what its name imports."""
-        if isinstance(thing, types.ModuleType):
-            values = vars(thing)
-            file = getattr(thing, "__file__", None) or ""
-        else:
-            values = thing.__globals__
-            file = thing.__code__.co_filename
-        name = str(values.get("__name__") or thing.__module__)
-        if getattr(sys.modules.get(name), "__dict__", None) is values:
+    def module_of(self, value: types.ModuleType) -> Module | None:
+        """The same for a module that is a value. One that was loaded by its path is not what its name imports."""
+        if sys.modules.get(value.__name__) is value:
+            return self.module(value.__name__)
+        return self._made(value.__name__, str(value.__file__), vars(value))
+
+    def space(self, function: types.FunctionType) -> Module:
+        """Where a function looks its names up."""
+        space = function.__globals__
+        file = function.__code__.co_filename
+        name = str(space.get("__name__", function.__module__))
+        if getattr(sys.modules.get(name), "__dict__", None) is space:
             found = self.module(name)
             if found is not None and os.path.abspath(found.file) == os.path.abspath(file):  # noqa: PTH100
                 return found
+        return self._made(name, file, space)
+
+    def _made(self, name: str, file: str, values: dict[str, Any]) -> Module:
         place = (id(values), _CELL.sub("", file))
         if place not in self._spaces:
             self._spaces[place] = Module(name, file, values, self._documented)
@@ -310,12 +338,12 @@ class Project:
     def source_of(self, thing: Any) -> tuple[Module | None, list[Any]]:
         """The module of a function or class, and its definitions there."""
         if isinstance(thing, types.FunctionType):
-            space = self.module_of(thing)
+            space = self.space(thing)
             return space, space.find(thing.__code__)
         methods = [one for one in vars(thing).values() if isinstance(one, types.FunctionType) and self.owns(one)]
         module = self.module(thing.__module__)
         if module is None and methods:
-            module = self.module_of(methods[0])
+            module = self.space(methods[0])
         if module is None:
             return None, []
         return module, [one for one in module.source.named(thing.__name__) if isinstance(one, ast.ClassDef)]
@@ -327,7 +355,7 @@ class Project:
         return name in module.source.bindings or (name in module.values and not isinstance(value, types.ModuleType))
 
     def targets(
-        self, module: Module, use: Name, seen: frozenset[object] = frozenset()
+        self, module: Module, use: Name, seen: frozenset[Any] = frozenset()
     ) -> Iterator[tuple[Module | None, Path]]:
         """Where a name leads, through all imports: a module of the user, and the steps from there; none: all of it.
 
@@ -358,7 +386,7 @@ class Project:
                 yield module, (root, *use.path)
 
     def _imported(
-        self, module: Module, bound: Import, path: Path, seen: frozenset[object]
+        self, module: Module, bound: Import, path: Path, seen: frozenset[Any]
     ) -> Iterator[tuple[Module | None, Path]]:
         base = absolute(module, bound)
         found = self.module(base)
@@ -396,15 +424,16 @@ class Project:
                     found[dotted(part)[-1]] = cause
         return found
 
-    def _unstable_of(self, cls: type) -> dict[str, str]:
+    def unstable_of(self, cls: type) -> dict[str, str]:
         """The attributes that a class computes anew at each start."""
-        found: dict[str, str] = {}
-        for each in filter(self.owns, cls.__mro__):
-            module = self.module(each.__module__)
-            if module is not None:
-                found |= self.unstable_names(module, module.source.named(each.__name__))
-        self.left |= {f"{cls.__qualname__}.{name} ({cause})": None for name, cause in found.items()}
-        return found
+        if cls not in self._unstable:
+            self._unstable[cls] = {}
+            for each in filter(self.owns, cls.__mro__):
+                module = self.module(each.__module__)
+                if module is not None:
+                    self._unstable[cls] |= self.unstable_names(module, module.source.named(each.__name__))
+            self.left |= {f"{cls.__qualname__}.{name} ({cause})": None for name, cause in self._unstable[cls].items()}
+        return self._unstable[cls]
 
     def cause_of(self, module: Module, name: str) -> str:
         """Why what a name stands for differs."""
@@ -425,28 +454,30 @@ class Project:
             for word in filter(MACHINE.fullmatch, sorted(uses.texts)):
                 return word
         for use in uses.names:
+            cause = ""
             if UNSTABLE.fullmatch(use.root) and not self.binds(module, use.root):
-                return f"{use.root}()"
+                cause = f"{use.root}()"
             for found, steps in self.targets(module, use):
-                cause = ""
-                if found is None and any(map(UNSTABLE.fullmatch, itertools.accumulate(steps, "{}.{}".format))):
-                    cause = f"{'.'.join(steps)}()"
-                elif found is not None and steps:
-                    cause = self.cause_of(found, steps[0])
-                if cause:
-                    return cause
+                if found is not None and steps:
+                    cause = cause or self.cause_of(found, steps[0])
+                elif found is None:
+                    names = [".".join(steps[:size]) for size in range(1, len(steps) + 1)]
+                    if any(map(UNSTABLE.fullmatch, names)):
+                        cause = f"{names[-1]}()"
+            if cause:
+                return cause
         return ""
 
 
 def absolute(module: Module, bound: Import) -> str:
     """The module that an import names."""
-    try:
-        return resolve_name("." * bound.level + bound.module, module.package)
-    except ImportError:  # beyond the package
+    if not bound.level:
         return bound.module
+    package = module.package.split(".")
+    return ".".join([*package[: len(package) - bound.level + 1], bound.module]).rstrip(".")
 
 
-def fingerprint(thing: object) -> str:
+def fingerprint(thing: Any) -> str:
     """Tells whether a pickle holds the function or object that was described: by code that it holds, and constants."""
     if isinstance(thing, functools.partial):
         return digest(
@@ -468,7 +499,7 @@ def fingerprint(thing: object) -> str:
 
 def is_importable(function: types.FunctionType) -> bool:
     """Whether an import gives the function. Then a pickle holds its name alone, and it is what is imported now."""
-    found: object = sys.modules.get(function.__module__)
+    found: Any = sys.modules.get(function.__module__)
     if function.__module__ in MAIN:
         return False
     for name in function.__qualname__.split("."):

@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 _Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -66,16 +66,15 @@ def write_tree(node: object) -> str:
     if not isinstance(node, ast.AST):
         return _written_value(node)
     # Empty fields are left out: newer versions have more of them.
-    fields = {
-        name: part for name, part in ast.iter_fields(node) if name not in _IGNORED_FIELDS and part not in (None, [])
-    }
+    fields: dict[str, Any] = {name: part for name, part in ast.iter_fields(node) if name not in _IGNORED_FIELDS}
+    fields = {name: part for name, part in fields.items() if part is not None and part != []}
     if isinstance(node, ast.Constant):
         return _written_value(node.value)
     if type(node).__name__ in _STRINGS:
-        values = fields["values"] = _merged(fields.get("values", []))
-        texts = [part.value for part in values if isinstance(part, ast.Constant)]
-        if isinstance(node, ast.JoinedStr) and len(texts) == len(values):
-            return _written_value("".join(map(str, texts)))  # f"text" is "text"
+        values = _merged(fields.get("values", []))
+        fields["values"] = values
+        if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in values):
+            return _written_value("".join(_text(part) for part in values))  # f"text" is "text"
     elif isinstance(node, ast.FormattedValue) and not _merged(getattr(node.format_spec, "values", [])):
         fields.pop("format_spec", None)  # f"{x:}" is f"{x}"
     written = [f" {name}={write_tree(part)}" for name, part in fields.items()]
@@ -124,10 +123,16 @@ def _merged(values: list[ast.expr]) -> list[ast.expr]:
     merged: list[ast.expr] = []
     for value in values:
         if isinstance(value, ast.Constant) and merged and isinstance(merged[-1], ast.Constant):
-            merged[-1] = ast.Constant(f"{merged[-1].value!s}{value.value!s}")
+            merged[-1] = ast.Constant(_text(merged[-1]) + _text(value))
         elif not isinstance(value, ast.Constant) or value.value:
             merged.append(value)
     return merged
+
+
+def _text(part: ast.expr) -> str:
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    return ""
 
 
 # code objects as text ------------------------------------------------------------------------------------------------

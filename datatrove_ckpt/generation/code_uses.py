@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_text import compile_tree, loaded_names, nested_codes, strip, write_tree
+from datatrove_ckpt.generation.code_text import compile_tree, loaded_names, nested_codes, strip
 from datatrove_ckpt.generation.code_values import Path, key
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -22,7 +22,7 @@ _CHANGING = re.compile(
     "__setitem__|subtract"
 )
 _BUILDERS = re.compile("__(init|new|post_init|setstate|init_subclass)__")
-_SHORT = re.compile(".{0,199}")
+_SHORT = 200
 
 
 class Import(NamedTuple):
@@ -41,7 +41,7 @@ class Name(NamedTuple):
     imported: Import | None = None
 
 
-class Use(tuple[object, ...]):
+class Use(tuple[Any, ...]):
     """A name, in pickles of identity version 4."""
 
     def __new__(cls, *values: object) -> Use:
@@ -57,11 +57,10 @@ class Uses:
     Attributes:
         names: that are not local, and those of enclosing functions.
         changed: names and attributes of which it changes what they stand for.
-        words: all names, attributes and short texts. texts: the short texts.
-        text: the part itself.
+        words: all names, attributes and texts. texts: the short ones.
     """
 
-    def __init__(self, node: ast.AST, documented: bool) -> None:
+    def __init__(self, node: ast.AST, documented: bool = True) -> None:
         self.names: dict[Name, None] = {}
         self.changed: set[str] = set()
         self.words: set[str] = set()
@@ -74,8 +73,11 @@ class Uses:
         known = _globals(node, nodes)
         inside: set[ast.AST] = set()
         building: set[ast.AST] = set()
-        imports = [part for part in nodes if isinstance(part, ast.Import | ast.ImportFrom)]
-        late = [pair for part in imports for pair in imported(part)]
+        late: dict[str, list[Import]] = {}
+        for part in nodes:
+            if isinstance(part, ast.Import | ast.ImportFrom):
+                for name, bound in imported(part):
+                    late.setdefault(name, []).append(bound)
         for part in nodes:
             if isinstance(part, Definition) and _BUILDERS.fullmatch(part.name):
                 building |= {*ast.walk(part)}
@@ -93,15 +95,19 @@ class Uses:
                     root, path = _chain(part, inside)
                     if root in known:
                         self.names[Name(root, path)] = None
-                    self.names |= {Name(root, path, bound): None for name, bound in late if name == root}
-            elif isinstance(part, ast.Set | ast.SetComp):
-                self.words.add("set")
-            elif isinstance(part, ast.Constant) and isinstance(part.value, str) and _SHORT.fullmatch(part.value):
-                self.words.add(part.value)
-                self.texts[part.value] = None
+                    self.names |= {Name(root, path, bound): None for bound in late.get(root, [])}
+            else:
+                self._note_text(part)
         if not self.words.isdisjoint({"import_module", "__import__"}):
             self.names |= {Name("", (), Import(text, None, 0)): None for text in self.texts}
-        self.text = write_tree(node)
+
+    def _note_text(self, node: ast.AST) -> None:
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Constant) and isinstance(value, str) and len(value) < _SHORT and "\n" not in value:
+            self.words.add(value)
+            self.texts[value] = None
+        elif isinstance(node, ast.Set | ast.SetComp):
+            self.words.add("set")
 
 
 def _globals(node: ast.AST, nodes: list[ast.AST]) -> set[str]:
@@ -109,7 +115,7 @@ def _globals(node: ast.AST, nodes: list[ast.AST]) -> set[str]:
     loaded = {part.id for part in nodes if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
     statement: Any = node
     if isinstance(node, ast.expr):
-        statement = ast.Expr(node, lineno=1, col_offset=0)
+        statement = ast.copy_location(ast.Expr(node), node)
     try:
         code = compile_tree(ast.Module([statement], []))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # nonlocal, for example
@@ -136,15 +142,21 @@ def _chain(node: ast.AST, inside: set[ast.AST]) -> tuple[str, Path]:
     return getattr(node, "id", ""), tuple(steps)
 
 
-def bound_names(node: ast.AST) -> Iterator[str]:
-    """The names that a statement of a module binds."""
-    if isinstance(node, Definition):
-        yield node.name
-    elif not isinstance(node, ast.Lambda):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id
-        for child in ast.iter_child_nodes(node):
-            yield from bound_names(child)
+def bound_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names that statements of a module bind."""
+    names: set[str] = set()
+    waiting = [*nodes]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Definition):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {name for name, _ in imported(node)}
+        elif not isinstance(node, ast.Lambda):
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                names.add(node.id)
+            waiting += ast.iter_child_nodes(node)
+    return names
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Import]]:

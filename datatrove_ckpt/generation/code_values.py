@@ -37,7 +37,7 @@ _BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
 
 Path = tuple[str, ...]
 """Attributes and constant keys (see ``key``) from a value to a part of it; () is all of it."""
-_first: dict[tuple[object, ...], tuple[object, Plain]] = {}
+_first: dict[tuple[Any, ...], tuple[object, Plain]] = {}
 """What this process saw first of values that the rollout changes, with their owners."""
 
 
@@ -68,13 +68,13 @@ class Plain:
     """
 
     def __init__(self, project: Any, folder: str) -> None:
-        self.parts: dict[str, object] = {}
-        self.code: dict[object, None] = {}
+        self.parts: dict[str, Any] = {}
+        self.code: list[object] = []
         self.is_opaque = False
         self.cause = ""
         self._project = project
         self._folder = folder
-        self._seen: dict[int, object] = {}  # the objects, too, so that no other gets the id of one
+        self._seen: dict[int, Any] = {}  # the objects, too, so that no other gets the id of one
         self._depth = 0
 
     def look(self, owner: object, name: str, value: object, paths: Iterable[Path] = ((),), depth: int = 0) -> Plain:
@@ -93,16 +93,16 @@ class Plain:
             _first[place] = owner, self
         return self
 
-    def _inner(self, owner: object, name: str, value: object) -> object:
+    def _inner(self, owner: object, name: str, value: object) -> Any:
         if name not in self._project.changed or id(value) in self._seen:
             return self.of(value)
         inner = Plain(self._project, self._folder).look(owner, name, value, depth=self._depth)
-        self.code |= inner.code
+        self.code += [one for one in inner.code if one not in self.code]
         self.is_opaque |= inner.is_opaque
         self.cause = self.cause or inner.cause
         return inner.parts[""]
 
-    def of(self, value: Any) -> object:
+    def of(self, value: Any) -> Any:
         """The value as JSON."""
         kind = type(value)
         if kind is str:
@@ -136,13 +136,13 @@ class Plain:
             value = re.sub(re.escape(self._folder) + r"(?=/|$)", "<folder>", value)
         return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
 
-    def _other(self, value: object, kind: Any) -> object:
+    def _other(self, value: Any, kind: Any) -> Any:
         if isinstance(value, enum.Enum):
             self._found(kind)
             return f"<{kind.__qualname__}.{value.name}>"
         if self._project.owns(kind) or type_name(kind) in ("types.SimpleNamespace", "argparse.Namespace"):
             self._found(kind)
-            inside: object = None
+            inside: Any = None
             if isinstance(value, tuple) and hasattr(kind, "_fields"):
                 inside = dict(zip(kind._fields, value, strict=True))  # secrets have names
             elif isinstance(value, _BASES):
@@ -201,8 +201,8 @@ class Plain:
         return f"<{type_name(kind)}>"
 
     def _found(self, thing: object) -> None:
-        if self._project.owns(thing):
-            self.code[thing] = None
+        if self._project.owns(thing) and thing not in self.code:
+            self.code.append(thing)
 
 
 def key(constant: object) -> str:
@@ -249,14 +249,6 @@ def cells(function: types.FunctionType) -> list[tuple[str, object]]:
         with suppress(ValueError):
             found.append((name, cell.cell_contents))
     return found
-
-
-def defaults(function: types.FunctionType) -> dict[str, object]:
-    """The defaults of arguments, by their names."""
-    code = function.__code__
-    values = function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
 
 
 def wrapped(thing: object) -> Any:

@@ -32,16 +32,7 @@ from typing import Any, NamedTuple
 from datatrove_ckpt.generation.code_modules import MAIN, PIPELINE, Module, Project, fingerprint, is_importable
 from datatrove_ckpt.generation.code_text import digest, loaded_names, write_code
 from datatrove_ckpt.generation.code_uses import Definition, Function, Name
-from datatrove_ckpt.generation.code_values import (
-    Path,
-    Plain,
-    attributes,
-    cells,
-    defaults,
-    is_pacing,
-    type_name,
-    wrapped,
-)
+from datatrove_ckpt.generation.code_values import Path, Plain, attributes, cells, is_pacing, type_name, wrapped
 
 _DESCRIBING = re.compile(
     "__doc__|getdoc|get_type_hints|(__|get_)annotations(__)?|signature|getsource|getfullargspec|model_json_schema|"
@@ -85,22 +76,14 @@ class Description(NamedTuple):
     left: list[str]
 
 
-NOTHING = Description({}, {}, {}, {}, [], frozenset(), False, [])
-
-
 class _Found:
     """Something that was reached: a definition, a variable, or a function that is a value."""
 
-    def __init__(self, module: Module, name: str, own: bool, label: str = "") -> None:
-        self.module = module
-        self.name = name
-        self.where = name
-        if module.name not in (*MAIN, "builtins", "None", ""):
-            self.where = f"{module.name}.{name}"
+    def __init__(self, label: str, where: str, own: bool) -> None:
+        self.label = label
+        self.where = where
         self.own = own
-        self.label = label or name.rpartition(".")[2]
-        self.root = bool(label)
-        self.is_code = False
+        self.root = self.is_code = False
         self.paths: set[Path] = set()
         self.clear()
 
@@ -108,58 +91,59 @@ class _Found:
         self.texts: list[str] = []
         self.bytecode: list[str] = []
         self.values: dict[str, object] = {}
-        self.words: dict[str, None] = {}
+        self.words: dict[str, str] = {}
 
 
 class Walk:
     """One walk through the code. See the module.
 
     Args:
-        known: by an earlier walk: what changes while the rollout runs, and whether docstrings and hints count.
-        before: what came by value, if a pickle describes it.
+        state: names of what is known to change while the rollout runs.
+        documented: docstrings and hints count.
+        before: the fields that are known already, of what came by value.
     """
 
-    def __init__(self, known: Description, before: Description) -> None:
-        self._project = Project(known.state, known.documented)
+    def __init__(self, state: frozenset[str], documented: bool, before: Description | None) -> None:
+        self._project = Project(state, documented)
         self._before = before
-        self._state = {*known.state}
-        self._documented = known.documented
-        self._fields = dict(before.own)
-        self._notes = dict(before.notes)
-        self._counts = collections.Counter(before.counts)
+        self._state = set(state)
+        self._documented = documented
         self._found: dict[object, _Found] = {}
-        self._nowhere = Module("", "<>", {}, False)
         self._waiting: list[tuple[Any, ...]] = []
-        self._edges: dict[tuple[object, ...], None] = {}
+        self._edges: dict[tuple[Any, ...], None] = {}
 
     # from name to name -----------------------------------------------------------------------------------------------
 
-    def _take(self, found: _Found, node: ast.AST, closed: Iterable[str] = ()) -> list[Name]:
+    def _take(self, found: _Found, module: Module, node: ast.AST, runs: bool, closed: Iterable[str] = ()) -> list[Name]:
         """Joins a part of a module, and follows what it names. Returns what it uses of enclosing functions."""
-        uses = found.module.source.uses(node)
-        found.texts.append(uses.text)
-        found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))])
+        uses = module.source.uses(node)
+        found.texts.append(module.source.text(node))
+        found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))], module.folder)
         self._documented |= any(map(_DESCRIBING.fullmatch, uses.words))
         if not uses.words.isdisjoint({"import_module", "__import__"}) and not uses.texts:
             self._project.left[f"the module that {found.where} imports by a computed name"] = None
-        if isinstance(node, Definition | ast.Lambda):  # it runs later
+        if runs:
             self._state |= uses.changed
         for name in uses.names:
             if name.root not in closed:
-                self._follow(found, name)
+                self._follow(found, module, name)
         return [name for name in uses.names if name.root in closed]
 
-    def _follow(self, found: _Found, name: Name) -> None:
+    def _take_all(self, found: _Found, module: Module, name: str) -> None:
+        for one in module.source.statements(name):
+            for node in (one.statement, *one.tests):
+                self._take(found, module, node, getattr(node, "name", "") == name)
+
+    def _follow(self, found: _Found, module: Module, name: Name) -> None:
         root = name.root
-        source = found.module.source
-        if root == "globals" and root not in source.bindings:
-            self._go(found, found.module, ())
-        for bound in source.imports(root):
+        if root == "globals" and root not in module.source.bindings:
+            self._go(found, module, ())
+        for bound in module.source.imports(root):
             for test in bound.tests:
-                self._take(found, test)
+                self._take(found, module, test, False)
             if bound.imported.name not in (None, root):
                 found.texts.append(f"{root}={bound.imported.name}")
-        for target, steps in self._project.targets(found.module, name):
+        for target, steps in self._project.targets(module, name):
             if target is None:
                 found.texts.append(f"{root}={'.'.join(steps[: len(steps) - len(name.path)])}")
             else:
@@ -177,43 +161,39 @@ class Walk:
                     self._reach(module, (name,))
 
     def _reach(self, module: Module, steps: Path, label: str = "") -> None:
-        if self._before is not NOTHING and module.travels:
+        if self._before is not None and module.travels:
             return
         name, *path = steps
         place = (module.file, name)
         if place not in self._found:
-            self._found[place] = _Found(module, name, module.travels)
+            self._found[place] = _Found(name, _where(module, name), module.travels)
         found = self._found[place]
         if label:
             found.label = label
             found.root = True
         if tuple(path) not in found.paths:
             found.paths.add(tuple(path))
-            self._waiting.append((self._visit, found))
+            self._waiting.append((self._visit, found, module, name))
 
     # what is there ---------------------------------------------------------------------------------------------------
 
-    def _visit(self, found: _Found) -> None:
+    def _visit(self, found: _Found, module: Module, name: str) -> None:
         found.clear()
-        module = found.module
-        name = found.name
         value = module.values.get(name, _MISSING)
-        statements = module.source.statements(name)
-        found.is_code = any(getattr(one.statement, "name", "") == name for one in statements)
-        counts_by_source = found.is_code or value is _MISSING
-        if not counts_by_source and not is_pacing(value):
-            cause = self._project.cause_of(module, name)
-            counts_by_source = self._add(found, module.values, name, value, found.paths, cause, "")
-        if counts_by_source:
-            found.values = {}
-            for node in [part for one in statements for part in (one.statement, *one.tests)]:
-                self._take(found, node)
+        found.is_code = any(getattr(one.statement, "name", "") == name for one in module.source.statements(name))
+        if found.is_code or value is _MISSING:
+            self._take_all(found, module, name)
         if found.is_code:
-            self._look_inside(found, value)
-        else:
-            found.words |= dict.fromkeys(re.findall(r"[^'\"/]+", str(found.values)))
+            self._look_inside(found, module, name, value)
+        elif value is not _MISSING and not is_pacing(value):
+            cause = self._project.cause_of(module, name)
+            plain = self._add(found, module.values, name, value, module.folder, found.paths, cause, prefix="")
+            if plain.is_opaque or cause or plain.cause:
+                found.values = {}
+                self._take_all(found, module, name)
+            found.words |= dict.fromkeys(re.findall(r"[^'\"/]+", str(found.values)), module.folder)
 
-    def _look_inside(self, found: _Found, value: Any) -> None:
+    def _look_inside(self, found: _Found, module: Module, top: str, value: Any) -> None:
         """What the source of a definition does not show: wrappers, values that were computed, what was set later."""
         parts = {"": value}
         if isinstance(value, type):
@@ -221,18 +201,17 @@ class Walk:
         for name, part in parts.items():
             inner = getattr(part, "fget", None) or getattr(part, "__func__", part)
             code = getattr(inner, "__code__", None)
-            if code is not None and code.co_qualname == f"{found.name}.{name}".rstrip("."):
-                self._look_at_function(found, inner)
+            if code is not None and code.co_qualname == f"{top}.{name}".rstrip("."):
+                self._look_at_function(found, module, inner)
             elif isinstance(part, str | int | float | bytes):
                 if not name.startswith("_") and name not in self._project.unstable_of(value):
-                    self._add(found, value, name, part)
+                    self._add(found, value, name, part, module.folder)
             elif not name.startswith("__"):
-                self._reach_all(found, Plain(self._project, found.module.folder).look(value, name, inner))
+                self._reach_all(found, Plain(self._project, module.folder).look(value, name, inner))
 
-    def _look_at_function(self, found: _Found, function: Any) -> None:
+    def _look_at_function(self, found: _Found, module: Module, function: Any) -> None:
         """What a definition computed when it was executed: its defaults, and which of several of its name it is."""
-        module = found.module
-        node: object = next(iter(module.find(function.__code__)), None)
+        node: Any = next(iter(module.find(function.__code__)), None)
         if node is None and module.was_edited:
             found.bytecode.append(write_code(function.__code__))  # the source was edited after it was imported
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -240,13 +219,18 @@ class Walk:
         same = [one.statement for one in module.source.statements(node.name)]
         if node in same[:-1]:
             found.values[f" {same.index(node)}"] = node.name
-        written = [*node.args.kw_defaults, *reversed(node.args.defaults)]
-        names = [one.arg for one in (*node.args.kwonlyargs, *reversed([*node.args.posonlyargs, *node.args.args]))]
-        values = defaults(function)
-        for name, default in zip(names, written, strict=False):
-            value = values.get(name)
-            if not isinstance(default, ast.Constant | None) and isinstance(value, str | int | float | bytes):
-                self._add(found, function, name, value, cause=self._project.cause_in(module, default))
+        names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)][-len(node.args.defaults) :]
+        defaults: list[tuple[str, ast.expr, Any]] = [
+            *zip(names, node.args.defaults, function.__defaults__ or (), strict=False)
+        ]
+        by_name = function.__kwdefaults__ or {}
+        for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+            if default is not None and one.arg in by_name:
+                defaults.append((one.arg, default, by_name[one.arg]))
+        for name, written, value in defaults:
+            if not isinstance(written, ast.Constant) and isinstance(value, str | int | float | bytes):
+                cause = self._project.cause_in(module, written)
+                self._add(found, function, name, value, module.folder, cause=cause)
 
     def _reach_all(self, origin: _Found, plain: Plain) -> None:
         """Follows the user's functions, classes and modules in values."""
@@ -254,7 +238,9 @@ class Walk:
             if isinstance(thing, types.FunctionType | type):
                 plain.is_opaque |= not self._code(origin, thing)
             elif isinstance(thing, types.ModuleType):
-                self._go(origin, self._project.module_of(thing), ())
+                module = self._project.module_of(thing)
+                if module is not None:
+                    self._go(origin, module, ())
 
     def _code(self, origin: _Found, thing: Any, label: str = "") -> bool:
         """Follows a function or class. False: its source is that of a value."""
@@ -263,11 +249,11 @@ class Walk:
             return False
         top = thing.__qualname__.partition(".")[0]
         around = [one.statement for one in module.source.statements(top) if isinstance(one.statement, Definition)]
-        lines = {line for one in around for line in range(one.lineno, (one.end_lineno or 0) + 1)}
-        if "<locals>" not in thing.__qualname__ and not lines.isdisjoint(node.lineno for node in nodes):
+        spans = [range(one.lineno, (one.end_lineno or 0) + 1) for one in around]
+        if "<locals>" not in thing.__qualname__ and any(node.lineno in span for span in spans for node in nodes):
             self._go(origin, module, (top,), label)
             return True
-        place: object = thing
+        place: Any = thing
         own = origin.own
         if isinstance(thing, types.FunctionType):
             # dill makes a copy of a function. Two of one factory have the same code, and other things around it.
@@ -277,18 +263,18 @@ class Walk:
         elif not nodes:
             return False
         if place not in self._found:
-            found = self._found[place] = _Found(module, thing.__qualname__, own, label)
+            found = self._found[place] = _Found(label or thing.__name__, _where(module, thing.__qualname__), own)
+            found.root = bool(label)
             found.is_code = True
-            if self._before is NOTHING or not own:
-                self._waiting.append((self._visit_code, found, thing, nodes))
+            if self._before is None or not own:
+                self._waiting.append((self._visit_code, found, module, thing, nodes))
         return True
 
-    def _visit_code(self, found: _Found, thing: Any, nodes: list[Any]) -> None:
-        module = found.module
+    def _visit_code(self, found: _Found, module: Module, thing: Any, nodes: list[Any]) -> None:
         closed = dict(cells(thing))
         used: list[Name] = []
         for node in nodes:
-            used += self._take(found, node, closed)
+            used += self._take(found, module, node, True, closed)
         if not nodes:
             found.bytecode.append(write_code(thing.__code__))
             used += map(Name, closed)
@@ -298,7 +284,7 @@ class Walk:
         causes = self._project.unstable_names(module, [one for one in around if isinstance(one, Function)])
         for name in dict.fromkeys(use.root for use in used):
             paths = {use.path for use in used if use.root == name}
-            self._add(found, thing, name, closed[name], paths, causes.get(name, ""))
+            self._add(found, thing, name, closed[name], module.folder, paths, causes.get(name, ""))
 
     def _add(
         self,
@@ -306,52 +292,56 @@ class Walk:
         owner: object,
         name: str,
         value: object,
+        folder: str = "",
         paths: Iterable[Path] = ((),),
         cause: str = "",
         prefix: str = ".{}",
-    ) -> bool:
+    ) -> Plain:
         """Parts of a value: of a variable, of an enclosing function, an argument, an attribute.
 
         Args:
             cause: why it differs at each start.
-
-        Returns:
-            Whether its source counts.
         """
-        plain = Plain(self._project, found.module.folder).look(owner, name, value, paths)
+        plain = Plain(self._project, folder).look(owner, name, value, paths)
         self._reach_all(found, plain)
         cause = cause or plain.cause
         if cause:
             self._project.left[f"{found.where}{prefix.format(name)} ({cause})"] = None
         elif not is_pacing(value):
             found.values |= {prefix.format(name) + field: part for field, part in plain.parts.items()}
-        return plain.is_opaque or bool(cause)
+        return plain
 
     # where it begins -------------------------------------------------------------------------------------------------
 
     def root(self, label: str, thing: object) -> None:
         """Begins at a function, object, class, or dict of values."""
-        origin = self._found["root", label] = _Found(self._nowhere, label, True, label)
+        origin = self._found["root", label] = _Found(label, label, own=True)
+        origin.root = True
         while isinstance(thing, functools.partial | types.MethodType):
             if isinstance(thing, types.MethodType):
                 origin.values[f".{thing.__name__}"] = thing.__name__
                 thing = thing.__self__
             else:
-                for name, value in (*enumerate(thing.args), *thing.keywords.items()):
+                arguments: dict[Any, object] = {**dict(enumerate(thing.args)), **thing.keywords}
+                for name, value in arguments.items():
                     self._add(origin, thing, str(name), value)
                 thing = thing.func
-        subject: Any = thing
-        while wrapped(subject) is not None:
-            subject = wrapped(subject)
-        values: dict[Any, object] = {}
+        inner = thing
+        while wrapped(inner) is not None:
+            inner = wrapped(inner)
+        subject: Any = type(thing)
+        values: dict[Any, Any] = attributes(thing)
         if isinstance(thing, dict):
             values = thing
-        elif subject is not thing and isinstance(subject, types.FunctionType):
-            values = {"wrapped": thing}
-        elif not isinstance(thing, types.FunctionType | type):
-            subject = type(thing)
-            values = attributes(thing)
-        if not isinstance(thing, dict | None):
+        elif thing is not None:
+            if isinstance(thing, type):
+                subject = thing
+                values = {}
+            if isinstance(inner, types.FunctionType):
+                subject = inner
+                values = {"wrapped": thing}
+            if thing is inner is subject:
+                values = {}
             package = str(subject.__module__).partition(".")[0]
             if not self._project.owns(subject) and package not in {*PIPELINE, *sys.stdlib_module_names}:
                 self._project.packages.add(package)  # even if it is installed
@@ -365,53 +355,62 @@ class Walk:
 
     # the end ---------------------------------------------------------------------------------------------------------
 
+    def _run(self) -> None:
+        while self._waiting:
+            visit, *arguments = self._waiting.pop(0)
+            visit(*arguments)
+
     def describe(self, things: Mapping[str, object]) -> Description:
-        if self._before is NOTHING:
+        before = self._before or Description({}, {}, {}, {}, [], self._project.changed, False, [])
+        fields = dict(before.own)
+        notes = dict(before.notes)
+        counts = collections.Counter(before.counts)
+        if self._before is None:
             for label, thing in things.items():
                 self.root(label, thing)
         self._run()
-        own = dict(self._fields)
-        own_counts = dict(self._counts)
-        edges = self._before.edges or [*self._edges]
+        own = fields | self._fields([*self._found.values()], notes, counts)
+        edges = before.edges or [*self._edges]
+        own_counts = dict(counts)
         known = len(self._found)
         for name, steps, label in edges:
             module = self._project.module(name)
             if module is not None:
-                self._go(_Found(module, "", False), module, steps, label)
-        self._run(known)
+                self._go(_Found("", "", own=False), module, steps, label)
+        self._run()
+        others = [*self._found.values()][known:]
+        fields = own | self._fields(others, notes, counts)
         left = [*self._project.left]
-        return Description(
-            self._fields, self._notes, own, own_counts, edges, frozenset(self._state), self._documented, left
-        )
+        return Description(fields, notes, own, own_counts, edges, frozenset(self._state), self._documented, left)
 
-    def _run(self, known: int = 0) -> None:
-        """Visits what is reached, and writes the fields of what was not known before."""
-        while self._waiting:
-            visit, *arguments = self._waiting.pop(0)
-            visit(*arguments)
-        for found in sorted([*self._found.values()][known:], key=lambda one: not one.root):
+    def _fields(
+        self, things: list[_Found], notes: dict[str, str], counts: collections.Counter[str]
+    ) -> dict[str, object]:
+        fields: dict[str, object] = {}
+        for found in sorted(things, key=lambda one: not one.root):
             made: dict[str, object] = {}
             if found.texts or found.values or found.bytecode:
-                self._counts[found.label] += 1
+                counts[found.label] += 1
                 base = f"{USED}{found.label}"
                 if found.root:
                     base = found.label
-                elif self._counts[found.label] > 1:
-                    base += f" ({self._counts[found.label]})"
+                elif counts[found.label] > 1:
+                    base += f" ({counts[found.label]})"
                 if found.bytecode:
                     made[f"{base} code"] = f"bytecode {sys.implementation.cache_tag} {digest(*found.bytecode)}"
                 elif found.texts:
                     made[f"{base} code"] = f"source {digest(*found.texts)}"
                 made |= {f"{base}{name}": value for name, value in found.values.items()}
                 writes = any(map(_WRITES.fullmatch, found.words))
-                for name in found.words:
+                for name, folder in found.words.items():
                     if _TEXT_FILE.fullmatch(name) and not writes:
-                        made |= self._text_file(name, found.module.folder)
-            self._fields |= made
+                        made |= self._text_file(name, folder)
+            fields |= made
             note = found.where
             if found.is_code:
                 note = f"code of the function {found.where}"
-            self._notes |= dict.fromkeys(made, note)
+            notes |= dict.fromkeys(made, note)
+        return fields
 
     def _text_file(self, name: str, folder: str) -> dict[str, object]:
         """The content of a file of the project."""
@@ -424,19 +423,21 @@ class Walk:
         return {}
 
 
-def describe(things: Mapping[str, object], before: Description = NOTHING) -> Description:
+def describe(things: Mapping[str, object], before: Description | None = None) -> Description:
     """Describes what begins at these functions and objects, by their field.
 
     Args:
         before: of a pickle: what came by value is described as it says.
     """
-    known = before
+    known = (frozenset[str](), False)
+    if before is not None:
+        known = (before.state, before.documented)
     with _one_at_a_time, _deep():
         while True:
-            found = Walk(known, before).describe(things)
-            if (found.state, found.documented) == (known.state, known.documented):
+            found = Walk(*known, before).describe(things)
+            if (found.state, found.documented) == known:
                 return found
-            known = found
+            known = (found.state, found.documented)
 
 
 @contextmanager
@@ -452,3 +453,9 @@ def _deep() -> Iterator[None]:
         sys.setrecursionlimit(limit)
         if collects:
             gc.enable()
+
+
+def _where(module: Module, name: str) -> str:
+    if module.name in (*MAIN, "builtins", "None"):
+        return name
+    return f"{module.name}.{name}"

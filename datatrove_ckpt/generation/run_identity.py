@@ -18,6 +18,7 @@ import sys
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -29,7 +30,7 @@ from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable
 from datatrove_ckpt.generation.code_text import digest
 from datatrove_ckpt.generation.code_values import type_name
-from datatrove_ckpt.generation.code_walk import NOTHING, Description, describe, is_bytecode
+from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
 from datatrove_ckpt.output.names import writer_name
 
 _PROCESS = secrets.token_hex(8)
@@ -61,7 +62,7 @@ class CodeIdentity:
     """Version of the description. Pickles of version 3 hold no number."""
 
     @property
-    def fields(self) -> dict[str, object]:
+    def fields(self) -> dict[str, Any]:
         return {} if self.made is None else self.made.fields
 
 
@@ -70,10 +71,10 @@ _described: dict[tuple[str, str], CodeIdentity] = {}
 
 
 def code_identity(
-    rollout_fn: object,
-    shared_context: object,
+    rollout_fn: Any,
+    shared_context: Any,
     when_made: CodeIdentity | None = None,
-    output_writer: object = None,
+    output_writer: Any = None,
     rollout_version: str | None = None,
 ) -> CodeIdentity:
     """Describes the user's code.
@@ -85,7 +86,8 @@ def code_identity(
         rollout_version: stands for all of that.
     """
     if rollout_version is not None:
-        return CodeIdentity(NOTHING._replace(fields={"rollout_version": rollout_version}), version=_VERSION)
+        named = Description({"rollout_version": rollout_version}, {}, {}, {}, [], frozenset(), False, [])
+        return CodeIdentity(named, version=_VERSION)
     things = {"rollout_fn": rollout_fn, "shared_context": shared_context, **_of_writer(output_writer)}
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))
@@ -93,14 +95,13 @@ def code_identity(
         return CodeIdentity(None)
     if when_made is not None and when_made.version != _VERSION:  # a job that was queued before an upgrade
         return when_made
-    before = NOTHING
+    before = None
     if when_made is not None and when_made.fingerprint == found:
         if when_made.process == _PROCESS:
             return when_made
         if (known := _described.get((when_made.mark, _PROCESS))) is not None:
             return known
-        if any(map(_is_away, things.values())):
-            before = when_made.made or NOTHING
+        before = when_made.made if any(map(_is_away, things.values())) else None
     try:
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
@@ -114,7 +115,7 @@ def code_identity(
     return identity
 
 
-def code_of(thing: object) -> dict[str, str]:
+def code_of(thing: Any) -> dict[str, str]:
     """A hash of the user's code that begins at a function or class. Nothing if that is of a package or not to be known.
 
     Each Python has other bytecode, so its name says which.
@@ -127,7 +128,7 @@ def code_of(thing: object) -> dict[str, str]:
     return {f"code{python}": digest(repr(sorted(fields.items())))} if fields else {}
 
 
-def _is_away(thing: object) -> bool:
+def _is_away(thing: Any) -> bool:
     """Whether a pickle brought a function by value into a program that has not loaded its file."""
     if isinstance(thing, functools.partial | dict | list | tuple):
         parts = [thing.func, *thing.args, thing.keywords] if isinstance(thing, functools.partial) else thing
@@ -142,19 +143,19 @@ def _is_away(thing: object) -> bool:
     return not is_here and not is_importable(thing)
 
 
-def _is_of_pipeline(thing: object) -> bool:
+def _is_of_pipeline(thing: Any) -> bool:
     """Whether a function or class is datatrove's or ours."""
     return str(getattr(thing, "__module__", "")).partition(".")[0] in PIPELINE
 
 
-def _of_writer(writer: object) -> dict[str, object]:
+def _of_writer(writer: Any) -> dict[str, Any]:
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
     found = {} if adapter is None or _is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
     return found if writer is None or _is_of_pipeline(type(writer)) else {**found, "output_writer": type(writer)}
 
 
-def _shown(made: Description, writer: object) -> Description:
+def _shown(made: Description, writer: Any) -> Description:
     """The identity is written to run.json and executor.json, where secrets must not be, nor texts without end."""
     fields, own = ({name: _short(value) for name, value in fields_without_secrets(each).items()} for each in made[:3:2])
     if getattr(writer, "expand_metadata", False):
@@ -162,7 +163,7 @@ def _shown(made: Description, writer: object) -> Description:
     return made._replace(fields=fields, own=own)
 
 
-def _short(value: object) -> object:
+def _short(value: Any) -> Any:
     text = value if isinstance(value, str) else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     return value if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters, hash {digest(text)}"
 
@@ -204,13 +205,13 @@ def run_identity(
     return RunIdentity(fields, notes)
 
 
-def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -> dict[str, object]:
+def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The flags of a server that change its answers, by their names in alphabetical order."""
     flags = dashed_names(model_kwargs)
     return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
 
 
-def _fields_of_models(models: Mapping[str, InferenceConfig]) -> dict[str, object]:
+def _fields_of_models(models: Mapping[str, InferenceConfig]) -> dict[str, Any]:
     """Those of the first model stand as they are, and of the others with their name."""
     first, *others = models
     fields = _config_fields(models[first])
@@ -222,7 +223,7 @@ def _fields_of_models(models: Mapping[str, InferenceConfig]) -> dict[str, object
     return fields
 
 
-def _config_fields(config: InferenceConfig) -> dict[str, object]:
+def _config_fields(config: InferenceConfig) -> dict[str, Any]:
     flags = answering_flags(config.engine, config.model_kwargs)
     return {
         "model": config.model_name_or_path,
@@ -238,7 +239,7 @@ def _config_fields(config: InferenceConfig) -> dict[str, object]:
     }
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> Any:
     """A setting as JSON; of what JSON cannot express, the type."""
     try:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))

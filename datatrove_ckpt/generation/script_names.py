@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from loguru import logger
 
 from datatrove_ckpt.generation.code_text import loaded_names
-from datatrove_ckpt.generation.code_values import cells, defaults
+from datatrove_ckpt.generation.code_values import cells
 from datatrove_ckpt.generation.run_identity import CodeIdentity
 from datatrove_ckpt.process.own_modules import is_installed, own_modules, places_of
 from datatrove_ckpt.redaction import Veil, environment_secrets, is_surely_secret
@@ -52,7 +52,7 @@ class ScriptNames(NamedTuple):
     """
 
     file: str | None
-    values: dict[str, object]
+    values: dict[str, Any]
     left: dict[str, str]
 
 
@@ -168,7 +168,7 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-def _parts(thing: object) -> Iterator[object]:
+def _parts(thing: object) -> Iterator[Any]:
     """The functions and classes of the script that belong to an object."""
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
@@ -176,7 +176,7 @@ def _parts(thing: object) -> Iterator[object]:
         yield from (thing.__self__, thing.__func__)
     elif isinstance(thing, types.FunctionType):
         yield from (value for _, value in cells(thing))
-        yield from defaults(thing).values()
+        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
         yield getattr(thing, "__wrapped__", None)
     elif isinstance(thing, dict):
         yield from thing.values()
@@ -296,9 +296,7 @@ class _Look:
         for function in self._functions:
             if id(function.__code__) in self._codes:  # else its name alone is written
                 found += [
-                    f"{function.__qualname__}({name}=)"
-                    for name, value in (*defaults(function).items(), *cells(function))
-                    if _holds(name, value)
+                    f"{function.__qualname__}({name}=)" for name, value in _variables(function) if _holds(name, value)
                 ]
         yield from found or ([f"a text in {self._name}"] if self._unnamed else [])
 
@@ -340,6 +338,15 @@ def _holds(name: str, value: object) -> bool:
     if isinstance(value, list | tuple | set | frozenset):
         return any(isinstance(part, str | bytes) and is_surely_secret(name, part) for part in value)
     return is_surely_secret(name, value)
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    yield from zip(names[len(names) - len(defaults) :], defaults, strict=False)
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from cells(function)
 
 
 def _is_of_module(thing: dict[object, object]) -> bool:

@@ -142,11 +142,11 @@ def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
 class _Noting:
     """A ``generate``, its methods, and those of its other models: each notes what it is asked, and its answer."""
 
-    def __init__(self, generate: Callable[..., Awaitable[object]], noted: list[list[str]]) -> None:
+    def __init__(self, generate: Callable[..., Awaitable[Any]], noted: list[list[str]]) -> None:
         self._generate = generate
         self._noted = noted
 
-    async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
+    async def __call__(self, asked: object, /, *more: object, **settings: object) -> Any:
         self._noted.append(pair := [_question(asked), ""])
         answer = await self._generate(asked, *more, **settings)
         pair[1] = str(getattr(answer, "text", "") or answer)

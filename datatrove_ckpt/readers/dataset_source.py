@@ -39,8 +39,8 @@ _SAMPLED_ROWS = 32
 class DatasetFiles:
     """Stands for datatrove's ``DataFolder`` where messages and checks of settings ask for the folder of an input."""
 
-    fs: object = None
-    storage_options: dict[str, object] = {}  # noqa: RUF012 (always empty)
+    fs: Any = None
+    storage_options: dict[str, Any] = {}  # noqa: RUF012 (always empty)
 
     def __init__(self, dataset: str) -> None:
         self.path = dataset
@@ -153,7 +153,7 @@ class DatasetInputs(Inputs):
 
     # Reading -------------------------------------------------------------------------------------------------------
 
-    def batches(self, index: int, first: int, size: int, count: Count) -> Iterator[dict[str, list[object]]]:
+    def batches(self, index: int, first: int, size: int, count: Count) -> Iterator[dict[str, list[Any]]]:
         """The rank's rows of one shard from its ``first``-th on, in batches as ``dataset.iter`` makes them.
 
         ``count`` gets the number of rows of the whole shard, if that is known before they are read.
@@ -169,7 +169,7 @@ class DatasetInputs(Inputs):
                 rows = share.select(range(first, len(share)))
         else:
             rows = _from_row(self.dataset, self.shards[index], number + first * shares, shares, count)
-        found: Iterator[dict[str, list[object]]] = rows.iter(size)
+        found: Iterator[dict[str, list[Any]]] = rows.iter(size)
         return found
 
 
@@ -235,7 +235,7 @@ def _file_system(url: str, token: str | bool | None) -> tuple[Any, str]:
     options = {}
     if url.startswith("hf://") and token is not None:
         options["token"] = token
-    found: tuple[object, str] = url_to_fs(url, **options)
+    found: tuple[Any, str] = url_to_fs(url, **options)
     return found
 
 
@@ -252,7 +252,7 @@ def _sample_rows(dataset: Any) -> str:
 # A stream from a row on ----------------------------------------------------------------------------------------------
 
 
-def _from_row(dataset: Any, shard: int, first: int, step: int, number_of_rows: Count) -> object:
+def _from_row(dataset: Any, shard: int, first: int, step: int, number_of_rows: Count) -> Any:
     """An ``IterableDataset`` of the rows ``first``, ``first + step``, ... of one shard."""
     count = max(1, dataset.num_shards)
     source = dataset._ex_iterable.shard_data_sources(num_shards=count, index=shard, contiguous=False)
@@ -262,7 +262,7 @@ def _from_row(dataset: Any, shard: int, first: int, step: int, number_of_rows: C
     return rest
 
 
-def _parquet_tables(source: object, first: int, count: Count) -> Iterator[tuple[int, object]] | None:
+def _parquet_tables(source: Any, first: int, count: Count) -> Iterator[tuple[int, Any]] | None:
     """The tables of a Parquet shard as the builder of ``datasets`` reads it, without row groups before row ``first``.
 
     None if the shard is of another format, or if filters decide which rows it has. The builder's own argument for the
@@ -280,7 +280,7 @@ def _parquet_tables(source: object, first: int, count: Count) -> Iterator[tuple[
     return _read_parquet(builder, names[0], first, count)
 
 
-def _read_parquet(builder: Any, name: str, first: int, count: Count) -> Iterator[tuple[int, object]]:
+def _read_parquet(builder: Any, name: str, first: int, count: Count) -> Iterator[tuple[int, Any]]:
     """The number of a table's first row, and the table."""
     import pyarrow as pa
     import pyarrow.dataset as ds
@@ -324,24 +324,24 @@ class _Rows:
         self._count = count
 
     @property
-    def iter_arrow(self) -> Callable[[], Iterator[tuple[object, object]]] | None:
+    def iter_arrow(self) -> Callable[[], Iterator[tuple[Any, Any]]] | None:
         if not self._source.iter_arrow:
             return None
         return self._tables
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def _init_state_dict(self) -> dict[str, object]:
+    def _init_state_dict(self) -> dict[str, Any]:
         return {}  # positions are counted by the reader
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def __iter__(self) -> Iterator[tuple[object, object]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         return itertools.islice(iter(self._source), self._first, None, self._step)
 
-    def _tables(self) -> Iterator[tuple[object, object]]:
+    def _tables(self) -> Iterator[tuple[Any, Any]]:
         row = self._first
         for number, (start, table) in enumerate(self._source_tables()):
             length = len(table)

@@ -147,9 +147,11 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return _Worker(self)
 
     def _check(self) -> None:
-        from datatrove_ckpt.preflight.before_run import check_after_run
+        from datatrove_ckpt.preflight.before_run import check_after_run, check_job
+        from datatrove_ckpt.preflight.run_plan import RunPlan
 
         worker = self._worker()
+        check_job(RunPlan(worker))  # which restores what only the mirror and other nodes have
         left = worker.get_incomplete_ranks(skip_completed=True)
         if left:
             raise self._not_complete(left)
@@ -206,7 +208,9 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             arguments.pop(name, None)
         logs = f"{self.slurm_logs_folder}/%j.out"
         arguments |= {"cpus-per-task": 1, "nodes": 1, "output": logs, "error": logs}
-        arguments["dependency"] = f"afterany:{self.array_id}"
+        # Dealt tasks have only the ends of their elements to tell that they ran: a retry is marked as complete before.
+        kind = "afterany" if self.pulls else "afterok"
+        arguments["dependency"] = f"{kind}:{self.array_id}"
         command = f"{_LAST_JOB}=1 launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"
         self.job_id = launch_slurm_job(self.get_launch_file_contents(arguments, command), self.job_id_retriever)
 

@@ -365,7 +365,7 @@ class Claims:
             try:
                 self._beat_once()
                 self._look_for_others()
-            except (OSError, CkptError) as error:
+            except Exception as error:  # of a store's library, too: without this thread, others would take its ranks
                 logger.warning(f"The beat of this process's claims failed: {error}. Other workers may take its tasks.")
 
     def _beat_once(self) -> None:

@@ -174,9 +174,10 @@ def _parsed(path: Path) -> tuple[str, dict[str, object]]:
 
 
 def _named(process: bytes) -> str:
-    if not process:  # it has just begun, or ended
+    try:
+        return files.name_holder(orjson.loads(process))
+    except (ValueError, AttributeError):  # it has just begun, or ended; or a power loss has cut the file
         return "another process"
-    return files.name_holder(orjson.loads(process))
 
 
 class ObjectClaims:

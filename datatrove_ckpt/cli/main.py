@@ -41,6 +41,10 @@ in the long form by path; init_args is left out, steps count from 0:
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
 """
+_REMOVED = {
+    "start-over": "Move the run folder aside (mv runs/x runs/x.1) while no task of it runs, and run the same command.",
+    "repair": "Use datatrove-ckpt repair WHAT, and then run the same command.",
+}
 _WHAT_HELP = """\
 WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:
 s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had:
@@ -69,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_log()
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
+    for flag in overrides:
+        name = flag.removeprefix("--").partition("=")[0]
+        if name in _REMOVED:
+            parser.error(f"--{name}: is no flag any more. {_REMOVED[name]}")
     bare = next((flag for flag in overrides if "=" not in flag), None)
     if bare is not None:
         close = get_close_matches(bare, _own_flags(given), n=1)

@@ -84,9 +84,12 @@ def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str)
     if job is None:
         return f"Nothing was submitted: {all_are(executor.tasks, 'task')} complete."
     look = [f"squeue -j {job}", *(shlex.join(["datatrove-ckpt", "status", *one]) for one in what)]
+    more = ""
+    if executor.pulls:
+        more = f" To add workers, now or later: {command}"
     return (
         f"Submitted job {job}: {plural(executor.count_elements(waiting), 'worker')} for {waiting} of "
         f"{plural(executor.tasks, 'task')}. Logs: {Path(executor.slurm_logs_folder).absolute()} and "
         f"{executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. Job {executor.job_id} checks "
-        f"the run after it: COMPLETED means that every document is there. To add workers, now or later: {command}"
+        f"the run after it: COMPLETED means that every document is there.{more}"
     )

@@ -14,7 +14,7 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.maintenance.read_state import wanted_files
 from datatrove_ckpt.maintenance.tracking import MlflowRun, TrackedJob, TrackedRun, Tracker, WandbRun
-from datatrove_ckpt.redaction import redact
+from datatrove_ckpt.redaction import holds_credentials, redact
 
 _SENDING_SECONDS = 60.0  # between two sendings
 
@@ -24,6 +24,11 @@ def track(arguments: argparse.Namespace) -> int:
     services: list[Callable[[TrackedJob], TrackedRun]] = []
     if arguments.mlflow is not None:
         _check_package("mlflow")
+        if holds_credentials(arguments.mlflow):
+            raise ConfigError(
+                "--mlflow: the URI holds a user or a password, which other users of this machine can see. Leave them "
+                "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment."
+            )
         services.append(partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment))
     if arguments.wandb is not None:
         _check_package("wandb")

@@ -25,6 +25,7 @@ _AT = "at"  # a metric of W&B: Unix seconds
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 _MAX_NAME = 250
 _MAX_VALUE = 500  # characters, of a parameter: the shortest limit of MLflow's stores
+_IDLE_LOOKS = 3  # with no rank at work, after which the run has ended
 _AT_ONCE = 100  # parameters that MLflow takes
 
 
@@ -168,13 +169,14 @@ class Tracker:
         place: where the run is read.
         services: each finds or makes the run of a job.
         name: of the job; None: that of its folder.
-        is_over: no rank is at work, and all is sent.
+        is_over: the run is finished, or no rank was at work at several looks, and all is sent.
     """
 
     place: Place
     services: Sequence[Callable[[TrackedJob], TrackedRun]]
     name: str | None = None
     is_over: bool = False
+    _idle_looks: int = 0
     _runs: dict[int, TrackedRun] = field(default_factory=dict)
 
     def work(self) -> str:
@@ -190,6 +192,12 @@ class Tracker:
         folder = self.place.what if self.place.is_copy else str(self.place.folder.absolute())
         job = TrackedJob.of(state, self.name or name_of_folder(folder))
         status = status_of(state)
+        if status == "RUNNING":
+            self._idle_looks = 0
+        else:
+            self._idle_looks += 1
+        if status != "FINISHED" and self._idle_looks < _IDLE_LOOKS:  # between two tasks, or before the first one
+            status = "RUNNING"
         at = state.read_at
         if status != "RUNNING" and state.newest is not None:
             at = state.newest

@@ -123,9 +123,7 @@ class Homes(NamedTuple):
         kept = self.kept
         if kept is not None:  # by another rank, or before a kill, and the record comes next
             return bool(owner.key) and kept.replaces == owner.key
-        if owner.home != str(self.root.absolute()):
-            return False
-        return owner.host == socket.gethostname() or is_unused()
+        return owner.home == str(self.root.absolute()) and is_unused()
 
     def keep(self, owner: Owner) -> Owner:
         """Keeps the run as its record names it. Returns what is kept: several ranks may do this at one moment."""

@@ -295,6 +295,8 @@ def check_before_run(executor: PipelineExecutor) -> None:
         OSError: the input cannot be listed.
     """
     plan = RunPlan(executor)
+    if getattr(executor, "pulls", False):  # it submits workers
+        refuse_without_claims(plan)
     _check_folders(plan)
     _check_inputs(plan)
     _check_launch(plan)

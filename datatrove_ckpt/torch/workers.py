@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -32,7 +33,7 @@ class OutlivesSignals:
 
     def __init__(self, usual: Callable[[int], object] | None) -> None:
         self._usual = usual
-        self._is_over = _is_over()
+        self._is_over = _is_over(os.getpid())
 
     def __call__(self, worker: int) -> None:
         for name in SIGNALS:
@@ -58,9 +59,11 @@ def keep_workers(loader: Any) -> None:
 
 
 @cache
-def _is_over() -> torch.Tensor:
+def _is_over(process: int) -> torch.Tensor:
     """Whether this process ends, in memory that it shares with its workers."""
     found = torch.zeros(1, dtype=torch.bool).share_memory_()
+    # Before multiprocessing waits for the workers. In a process that it started itself, it does so without atexit.
+    multiprocessing.util.Finalize(None, found.fill_, args=(True,), exitpriority=100)
     atexit.register(found.fill_, True)
     return found
 

@@ -553,9 +553,17 @@ def claim_in_place_of_a_removed_run(tmp_path: Path) -> Callable[[], None]:
     """Returns what each rank of a run does whose folder held an earlier run of the same settings."""
     folder = Place(tmp_path).writer().output_folder
     root = tmp_path / "checkpoints"
-    Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: False)
+    Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: True)
     shutil.rmtree(root)
-    return lambda: Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: False)
+    return lambda: Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: True)
+
+
+def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path: Path) -> None:
+    """Workers publish without the checks that a whole run makes before it starts."""
+    claim_in_place_of_a_removed_run(tmp_path)
+    homes = owner.Homes(tmp_path / "checkpoints", None, "another run")
+    with pytest.raises(OutputMismatch, match="belongs to another run"):
+        Ownership(Place(tmp_path).writer().output_folder, NAME, homes).claim(lambda: False)
 
 
 def test_ranks_that_replace_the_owner_of_a_removed_run_at_one_moment_agree(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ runner = InferenceRunner(
     InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1]),
     JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl", compression=None),
     checkpoints_local_dir="checkpoints",
+    checkpoints_remote_dir="mirror",
 )
 SlurmPipelineExecutor(
     [JsonlReader("input"), runner], tasks=3, time="1:00:00", partition="p", logging_dir="logs", ranks_at_once=1
@@ -98,6 +99,18 @@ def test_an_element_takes_what_is_free_and_the_last_job_checks_all(
     assert (array / "logs/stats.json").exists()
     next((array / "output").iterdir()).unlink()
     assert "datatrove-ckpt repair" in run(array, server, 3)
+
+
+def test_the_last_job_compares_the_output_on_a_node_that_has_no_checkpoints(
+    array: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(array, server, 0)
+    (array / "checkpoints").rename(array / "checkpoints of other nodes")
+    first, second, _ = sorted((array / "output").iterdir())
+    first.unlink()
+    second.write_bytes(b"")
+    monkeypatch.setenv("DATATROVE_CKPT_LAST_JOB", "1")
+    assert first.name in run(array, server, 3)
 
 
 def test_the_last_job_fails_while_tasks_are_not_complete(

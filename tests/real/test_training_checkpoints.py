@@ -1192,3 +1192,26 @@ def test_a_state_of_one_rank_is_refused(tmp_path: Path, ranks: Ranks) -> None:
     for process in each:
         process.join(60)
         assert process.exitcode == 0
+
+
+SPAWNED = """
+import torch
+import torch.multiprocessing
+from datatrove_ckpt.torch.workers import keep_workers
+
+def train(index):
+    loader = torch.utils.data.DataLoader(list(range(20)), num_workers=2, persistent_workers=True)
+    keep_workers(loader)
+    for _ in loader:
+        pass
+    train.kept = loader
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=1)
+"""
+
+
+def test_workers_do_not_outlive_a_training_that_multiprocessing_started(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SPAWNED)
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode == 0

@@ -344,6 +344,26 @@ def test_after_a_beat_what_others_have_completed_is_seen(job: Job, monkeypatch: 
     assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
 
 
+def test_beats_go_on_after_an_error_of_a_library(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of botocore or httpx, which have no base in common with OSError."""
+    looks: SimpleQueue[int] = SimpleQueue()
+
+    def fails() -> list[int]:
+        looks.put(1)
+        raise RuntimeError("no route to the store")
+
+    monkeypatch.setattr(job, "incomplete", fails)
+    for store in (DiskClaims, ObjectClaims):
+        monkeypatch.setattr(store, "beat_seconds", 0.01)
+    Process(job)
+    assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
+
+
+def test_a_process_whose_file_a_power_loss_has_cut_has_no_name(tmp_path: Path) -> None:
+    for content in (b"", b'{"host":', b"7"):
+        assert stores._named(content) == "another process"
+
+
 def test_no_beat_comes_after_the_end(job: Job, tmp_path: Path) -> None:
     process = Process(job, runs_all=True)
     process.claims.close()

@@ -128,6 +128,19 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run: Run, 
 
 
 @pytest.mark.parametrize(
+    ("flag", "instead"),
+    [("--start-over", "mv runs/x runs/x.1"), ("--repair", "datatrove-ckpt repair"), ("--repair=true", "repair WHAT")],
+)
+def test_a_flag_that_was_removed_says_what_to_do_instead(
+    flag: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "job.yaml", flag])
+    assert ended.value.code == 2
+    assert instead in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not an int.'),

@@ -133,6 +133,23 @@ def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
     assert "\nDATATROVE_CKPT_LAST_JOB=1 launch_pickled_pipeline " in last
 
 
+def test_tasks_that_are_dealt_out_must_all_end_well_before_the_last_job(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A retry is marked as complete before it has run."""
+    assert run("--executor.nodes_per_task=2", "--executor.tasks=4") == 0
+    assert directives(Path("submitted/8").read_text())["dependency"] == "afterok:7"
+    assert "To add workers" not in capsys.readouterr().out
+
+
+def test_workers_without_checkpoints_are_refused_before_they_are_submitted(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--pipeline.1.checkpoints_local_dir=null") != 0
+    assert "a worker needs" in capsys.readouterr().err
+    assert not list(Path("submitted").iterdir())
+
+
 @pytest.mark.slow
 def test_a_job_with_output_on_the_hub_is_checked_and_leaves_no_token_in_a_file(
     login_node: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,30 @@ def test_the_status_is_that_of_the_run(tmp_path: Path, now: list[float], ends: l
         records = [start(T), minute(T, 0), *([] if end is None else [end(T + 10)])]
         write_rank(tmp_path, number, records, chunks=1, finished=end is done, tasks=2)
     now.append(T + 20)
-    assert tracked.work() == ""
+    for look in range(3):
+        assert run.ends == []
+        assert not tracked.is_over
+        assert tracked.work() == ""
+        if status == "FINISHED" or look == 2:
+            break
     assert run.ends == ([] if status == "RUNNING" else [status])
     assert tracked.is_over == (status != "RUNNING")
+
+
+def test_between_two_tasks_a_run_is_not_over(tmp_path: Path, now: list[float]) -> None:
+    run = Run()
+    tracked = make(tmp_path, run)
+    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10)], chunks=1, finished=True, tasks=2)
+    now.append(T + 20)
+    for _ in range(2):
+        tracked.work()
+    write_rank(tmp_path, 1, [start(T + 20), minute(T + 20, 0)], tasks=2)
+    tracked.work()
+    shutil.rmtree(tmp_path / "00001")
+    write_rank(tmp_path, 1, [start(T + 20), minute(T + 20, 0), stopped(T + 21)], tasks=2)
+    for _ in range(2):
+        tracked.work()
+    assert run.ends == []
 
 
 def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float]) -> None:

@@ -123,7 +123,9 @@ class Homes(NamedTuple):
         kept = self.kept
         if kept is not None:  # by another rank, or before a kill, and the record comes next
             return bool(owner.key) and kept.replaces == owner.key
-        return owner.home == str(self.root.absolute()) and is_unused()
+        if owner.home != str(self.root.absolute()):
+            return False
+        return owner.host == socket.gethostname() or is_unused()
 
     def keep(self, owner: Owner) -> Owner:
         """Keeps the run as its record names it. Returns what is kept: several ranks may do this at one moment."""
@@ -186,6 +188,8 @@ class Ownership:
             if is_owned and owner is not None:
                 self._homes.keep(owner)
                 return
+            if owner is not None and not is_unused() and self._is_unclaimed_since(owner):
+                raise self._refusal(owner)  # a worker starts without the checks of ``run``, which would say more
             replaces = "" if owner is None else owner.key
             kept = self._homes.keep(self._homes.begun(secrets.token_hex(8), replaces))
             if owner is not None:
@@ -197,6 +201,10 @@ class Ownership:
                 f"{self._record.place} cannot be written ({failure_line(error)}), so nothing shows other runs that "
                 f"{self._folder.resolve_paths('')} belongs to this run: start no other run into it."
             )
+
+    def _is_unclaimed_since(self, owner: Owner) -> bool:
+        """Whether no other rank of this run has replaced this owner, whose files may be that rank's then."""
+        return self._homes.kept is None and self._record.read() == owner
 
     def _refusal(self, owner: Owner) -> OutputMismatch:
         where = self._folder.resolve_paths("")

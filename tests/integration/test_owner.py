@@ -549,13 +549,13 @@ class Interrupting(WatchedDisk):
             self._interrupt()
 
 
-def claim_in_place_of_a_removed_run(tmp_path: Path) -> Callable[[], None]:
+def claim_in_place_of_a_removed_run(tmp_path: Path) -> Callable[..., None]:
     """Returns what each rank of a run does whose folder held an earlier run of the same settings."""
     folder = Place(tmp_path).writer().output_folder
     root = tmp_path / "checkpoints"
     Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: True)
     shutil.rmtree(root)
-    return lambda: Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: True)
+    return lambda is_unused=True: Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: is_unused)
 
 
 def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path: Path) -> None:
@@ -592,8 +592,8 @@ def test_a_rank_that_read_the_owner_of_a_removed_run_before_another_replaced_it_
         return found
 
     monkeypatch.setattr(owner._LocalRecord, "read", interrupted)
-    claim()
-    claim()
+    claim(is_unused=False)  # the other rank has published since
+    claim(is_unused=False)
 
 
 def test_a_run_killed_while_it_replaces_the_owner_of_a_removed_run_goes_on(tmp_path: Path) -> None:

@@ -277,6 +277,8 @@ def _check_place(job: ShortJob, content: Node, source: str) -> None:
     for name in ("slurm", "jobs"):
         for key in _SET_BY_FORM.keys() & places.get(name, {}):
             raise ConfigError(f"{source}: {name}: {key}: {_SET_BY_FORM[key]} `{name}`.")
+    if job.slurm is not None and "partition" not in job.slurm:
+        raise ConfigError(f"{source}: slurm: needs a partition of the cluster: {{partition: NAME}}.")
     if "://" in job.run_folder and job.jobs is None:
         refuse_unknown({name: None for name in content if get_close_matches(name, ["jobs"])}, NAMES, source)
         raise ConfigError(

@@ -132,6 +132,7 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
     [
         ({"input": None}, 'job.yaml: missing key "input"'),
         ({"tasks": "many"}, 'job.yaml: tasks: "many" is not an int or null'),
+        ({"slurm": {"workers": 4}}, "job.yaml: slurm: needs a partition of the cluster"),
         ({"slurm": "gpu"}, 'job.yaml: slurm: "gpu" is not a mapping or null'),
         ({"prompt": None}, "prompt: is missing; give it, or rollout"),
         ({"prompt": None, "promtp": "Say {text}"}, 'unknown key "promtp", did you mean "prompt"'),

@@ -203,8 +203,10 @@ class Ownership:
             )
 
     def _is_unclaimed_since(self, owner: Owner) -> bool:
-        """Whether no other rank of this run has replaced this owner, whose files may be that rank's then."""
-        return self._homes.kept is None and self._record.read() == owner
+        """Whether files can only be those of this owner: no rank of this run has replaced it, here or before a mirror
+        restored the run.
+        """
+        return self._homes.mirror is None and self._homes.kept is None and self._record.read() == owner
 
     def _refusal(self, owner: Owner) -> OutputMismatch:
         where = self._folder.resolve_paths("")

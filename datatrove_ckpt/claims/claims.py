@@ -385,7 +385,7 @@ def _hint() -> Iterator[None]:
     """A claim that cannot be changed costs time, and must not hide why a rank has ended."""
     try:
         yield
-    except (OSError, CkptError) as error:
+    except Exception as error:  # of a store's library, too
         logger.warning(f"A claim could not be changed: {error}. Other processes may take the task later.")
 
 

@@ -156,7 +156,8 @@ class Inputs:
         if not now.is_of(before):
             raise CheckpointMismatch(
                 f"The input has changed: there were {before['files']} files of {before['bytes']} bytes, and there are "
-                f"{now.files} of {now.bytes} bytes. {remedy()}"
+                f"{now.files} of {now.bytes} bytes. ",
+                remedy(),
             )
 
     def known_size(self, index: int) -> int:
@@ -190,7 +191,8 @@ class Inputs:
             )
         raise CheckpointMismatch(
             f"The input has changed: {before['files']} files of {before['bytes']} bytes were read before {current!r}, "
-            f"and the files before it now are not the same. {remedy()}"
+            f"and the files before it now are not the same. ",
+            remedy(),
         )
 
 

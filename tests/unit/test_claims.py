@@ -267,12 +267,15 @@ def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job: Job) -
     assert process.claims.free().ranks == [1, 2, 3]
 
 
-def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError, RuntimeError])  # botocore and httpx have errors that are no OSError
+def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(
+    job: Job, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     process = Process(job)
     assert process.take() == 0
 
     def fails() -> Look:
-        raise OSError("listing failed")
+        raise error("listing failed")
 
     with monkeypatch.context() as patch:
         patch.setattr(process.store, "look", fails)

@@ -29,6 +29,7 @@ from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers import (
     DamagedLine,
     IpcReader,
@@ -38,6 +39,7 @@ from datatrove_ckpt.readers import (
     Reading,
     SeekingReader,
     Stateful,
+    inputs,
     jsonl,
     position_state,
     tables,
@@ -463,13 +465,15 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_input_that_is_no_continuation_is_refused(six: Path, change: str) -> None:
+def test_an_input_that_is_no_continuation_is_refused(six: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "in_pipeline", lambda: True)
     state = stop(six)
     assert resume(six, state) == REST
     make, message = CHANGES[change]
     make(six)
-    with pytest.raises(CheckpointMismatch, match=message):
+    with pytest.raises(CheckpointMismatch, match=message) as raised:
         resume(six, state)
+    assert [type(remedy) for remedy in raised.value.remedies] == [StartOver], "which each door writes in its way"
 
 
 def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from datatrove_ckpt.config import InferenceConfig as InferenceConfig
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
     from datatrove_ckpt.errors import CkptError as CkptError
-    from datatrove_ckpt.executor import LocalPipelineExecutor as LocalPipelineExecutor
-    from datatrove_ckpt.jobs_executor import JobsPipelineExecutor as JobsPipelineExecutor
+    from datatrove_ckpt.executors.jobs import JobsPipelineExecutor as JobsPipelineExecutor
+    from datatrove_ckpt.executors.local import LocalPipelineExecutor as LocalPipelineExecutor
+    from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor as SlurmPipelineExecutor
     from datatrove_ckpt.preflight.doctor import doctor as doctor
     from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
-    from datatrove_ckpt.slurm_executor import SlurmPipelineExecutor as SlurmPipelineExecutor
 
 _TYPES = "datatrove.pipeline.inference.types"
 _MODULES = {
@@ -43,12 +43,12 @@ _MODULES = {
     "InferenceError": _TYPES,
     "InferenceResult": _TYPES,
     "InferenceRunner": f"{__name__}.runner",
-    "JobsPipelineExecutor": f"{__name__}.jobs_executor",
-    "LocalPipelineExecutor": f"{__name__}.executor",
+    "JobsPipelineExecutor": f"{__name__}.executors.jobs",
+    "LocalPipelineExecutor": f"{__name__}.executors.local",
     "MonitoringConfig": f"{__name__}.config",
     "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
-    "SlurmPipelineExecutor": f"{__name__}.slurm_executor",
+    "SlurmPipelineExecutor": f"{__name__}.executors.slurm",
     "run": "datatrove_ckpt.cli.short_form",
     **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.checkpoint.interval"),
     "doctor": f"{__name__}.preflight.doctor",

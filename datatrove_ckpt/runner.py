@@ -12,11 +12,11 @@ from functools import partial
 from datatrove.data import Document
 from datatrove.utils.stats import Stats
 
+from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process import event_loop, task_log  # noqa: F401 (task_log: for its import)
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.host_loop import run_hosted
-from datatrove_ckpt.redaction import Veiled
 
 
 class InferenceRunner(Step):

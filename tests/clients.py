@@ -7,10 +7,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.redaction import Key
 
 
 @asynccontextmanager

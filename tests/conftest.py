@@ -25,8 +25,8 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import doors
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.servers.warm import close_warm_servers

@@ -33,9 +33,9 @@ from datatrove_ckpt.checkpoint.lines import (
     seal,
 )
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.errors.doors import Repair, written
-from datatrove_ckpt.formatting import plural
 
 ENDS = "ends"
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"

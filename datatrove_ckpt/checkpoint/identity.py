@@ -48,10 +48,10 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import has_answers
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secret, without_secrets
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed, VersionMismatch
 from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, Tasks, written
-from datatrove_ckpt.formatting import plural
-from datatrove_ckpt.redaction import environment_secrets, is_surely_secret, without_secrets
 
 # The fields by which two runs are the same run, as ``run.json`` and ``job.json`` keep them.
 

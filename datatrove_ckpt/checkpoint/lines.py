@@ -24,9 +24,9 @@ from typing import Any, TypeAlias
 import orjson
 import xxhash
 
+from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import byte_size
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
 # What errors of the disk mean: ``StorageFailed``, with what to do.

@@ -35,8 +35,8 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, read_answers
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import plural
 
 _LEAVE_OUT = "leave answers_from out: then every request is sent."
 _MODEL = "model"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from datatrove_ckpt.formatting import byte_size, plural
+from datatrove_ckpt.common.formatting import byte_size, plural
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 10 * 2**30

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.common.formatting import plural
 
 
 class Skipped(Enum):

@@ -33,8 +33,8 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.formatting import plural
 
 # They begin no other owner's name: those are hexadecimal, and sorted before.
 FREE = "free"

@@ -26,8 +26,8 @@ from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims.claims import FREE, ClaimReader, ClaimStore, Look, Mark, has_ended, is_process
+from datatrove_ckpt.common.retrying import STORAGE
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.retrying import STORAGE
 
 _POLICY = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
 _OWNER = re.compile("[0-9a-f]{40}(-run)?")

@@ -9,12 +9,12 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts
 from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     InputError,
 )
 from datatrove_ckpt.errors.doors import StartOver, command, written
-from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.preflight.before_run import Checked
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan

@@ -24,6 +24,8 @@ from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.cli.what_helps import advise
+from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -31,15 +33,13 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
 )
 from datatrove_ckpt.errors.doors import command
-from datatrove_ckpt.executor import LocalPipelineExecutor
-from datatrove_ckpt.formatting import plural, plural_is
-from datatrove_ckpt.jobs_executor import JobsPipelineExecutor
+from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
+from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.doctor import Look, check_rules_of_hub
 from datatrove_ckpt.preflight.run_plan import RunPlan, checkpoints_seen
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.retrying import code_of_rank
 
 
 def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from datatrove_ckpt.cli.yaml_config import MASK, dump, import_name, leaves, parameters_of
-from datatrove_ckpt.redaction import is_secret
+from datatrove_ckpt.common.redaction import is_secret
 
 
 class FullConfig:

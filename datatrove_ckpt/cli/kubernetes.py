@@ -24,14 +24,14 @@ from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.short_form import Node, read_config
 from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
+from datatrove_ckpt.common.redaction import is_surely_secret, redact
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.executor import LocalPipelineExecutor
+from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import lost_with_disk, refuse_without_claims
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.own_modules import own_modules
-from datatrove_ckpt.redaction import is_surely_secret, redact
 
 _SECTION = "kubernetes"
 # Where the pod finds things. A working folder of the submitting machine that is on a volume is the pod's, too.

@@ -13,8 +13,8 @@ from statistics import median
 
 from datatrove_ckpt.checkpoint.interval import daly, efficiency, young
 from datatrove_ckpt.cli.printing import as_json, say
+from datatrove_ckpt.common.formatting import duration, figure
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import duration, figure
 
 HISTORY = "history.jsonl"
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import orjson
 
-from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.formatting import printable
-from datatrove_ckpt.redaction import redact
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.errors import CkptError, printable
 
 
 def as_json(content: dict[str, Any]) -> str:
@@ -62,7 +61,7 @@ def write_out(text: str, raw: bool = False) -> bool:
 
 def fail(error: BaseException, code: int) -> int:
     """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
-    from datatrove_ckpt.retrying import hub_refusal  # loguru is slow to import
+    from datatrove_ckpt.common.retrying import hub_refusal  # loguru is slow to import
 
     text = str(error)
     if not isinstance(error, CkptError):

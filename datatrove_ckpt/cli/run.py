@@ -15,8 +15,8 @@ from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.short_form import Node, make_executor, read_config
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import plural
 
 if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor

@@ -37,12 +37,12 @@ from datatrove_ckpt.cli.yaml_config import (
     refuse_unknown,
     set_at_path,
 )
+from datatrove_ckpt.common.formatting import error_text
+from datatrove_ckpt.common.redaction import HIDDEN
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.doors import Door, current, entered, use
-from datatrove_ckpt.formatting import error_text
-from datatrove_ckpt.redaction import HIDDEN
-from datatrove_ckpt.retrying import failure_line
 
 Node = dict[str, Any]
 

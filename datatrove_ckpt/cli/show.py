@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.cli.printing import say, write_out
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.common.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.errors import ConfigError, StorageFailed
-from datatrove_ckpt.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.report.gather import gather

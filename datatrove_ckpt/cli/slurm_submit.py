@@ -13,10 +13,10 @@ from pathlib import Path
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.base import PipelineExecutor
 
+from datatrove_ckpt.common.formatting import all_are, plural
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import all_are, plural
-from datatrove_ckpt.slurm_executor import SlurmPipelineExecutor
+from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 
 
 def submits(executor: PipelineExecutor) -> bool:

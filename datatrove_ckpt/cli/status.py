@@ -16,8 +16,8 @@ from contextlib import suppress
 from datatrove_ckpt.checkpoint.ledger import name_place
 from datatrove_ckpt.cli.printing import say, takes_unicode
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.common.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges
 from datatrove_ckpt.config.paths import start_command
-from datatrove_ckpt.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
 from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_of, topics

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.lines import too_large
+from datatrove_ckpt.common.retrying import hub_refusal
 from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.preflight.run_plan import RunPlan
-from datatrove_ckpt.retrying import hub_refusal
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)

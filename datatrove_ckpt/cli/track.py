@@ -10,11 +10,11 @@ from functools import partial
 
 from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.redaction import holds_credentials, redact
 from datatrove_ckpt.errors import ConfigError, StorageFailed
-from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.maintenance.read_state import wanted_files
 from datatrove_ckpt.maintenance.tracking import MlflowRun, TrackedJob, TrackedRun, Tracker, WandbRun
-from datatrove_ckpt.redaction import holds_credentials, redact
 
 _SENDING_SECONDS = 60.0  # between two sendings
 

@@ -14,7 +14,7 @@ from datatrove_ckpt.checkpoint.identity import mixed_settings
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.cli.printing import announce, as_json, say
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.read_state import check_idle

@@ -30,10 +30,10 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
+from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import Door, current, written
-from datatrove_ckpt.formatting import missing_package
-from datatrove_ckpt.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "

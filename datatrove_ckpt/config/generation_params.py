@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 from loguru import logger
 
+from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.redaction import HiddenDict
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
+from datatrove_ckpt.common.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.ways import VLLM_WAYS, WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 
 LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
 

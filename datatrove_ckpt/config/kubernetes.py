@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datatrove_ckpt.common.redaction import may_name_secret
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.redaction import may_name_secret
 
 _OURS = ("containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes")
 

@@ -8,9 +8,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from datatrove_ckpt.common.redaction import VARIABLE, refuse_tilde
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.redaction import VARIABLE, refuse_tilde
 
 
 def expand_path(setting: str, path: str) -> Path:

@@ -33,17 +33,25 @@ CkptError
     └── RequestPoisoned        this request kills servers, even if it is the only one in flight
 
 Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds one of the errors
-above. This room imports ``formatting`` only, so every room may import it.
+above. This room imports no other room, so every room may import it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.errors.doors import Remedy
-from datatrove_ckpt.formatting import printable
+
+# Control characters except line break and tab, what turns the direction of text, line separators, lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text as a terminal may take it: a control character is shown as JSON would write it, and does nothing."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -32,13 +32,13 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
     retry_number,
 )
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError
+from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, printable
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import forgotten_await, printable, safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import as_read as encode_as_read
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.redaction import redact
 
 
 class Letter(TypedDict):

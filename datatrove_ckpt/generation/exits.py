@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.errors import UnexpectedExit
-from datatrove_ckpt.formatting import safe_repr
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown
 

@@ -18,6 +18,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentNotSerializable,
@@ -31,7 +32,6 @@ from datatrove_ckpt.errors import (
     causes,
 )
 from datatrove_ckpt.errors.doors import ChangeSetting, written
-from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
 from datatrove_ckpt.generation.exits import name_of
 from datatrove_ckpt.generation.prefetch import SourceDocument

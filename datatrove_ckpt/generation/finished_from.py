@@ -35,10 +35,10 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.checkpoint.lines import PREFIX, Json, explained, unseal
+from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.output.documents import Result, decode, encode, result_of
 from datatrove_ckpt.output.formats import Format, Row, format_of_file
 

@@ -19,6 +19,8 @@ from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.redaction import shown
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged, refuse_unsendable, warn_of_unknown
 from datatrove_ckpt.errors import (
@@ -35,7 +37,6 @@ from datatrove_ckpt.errors import (
     named,
 )
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -58,7 +59,6 @@ from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, t
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
-from datatrove_ckpt.redaction import shown
 from datatrove_ckpt.rollouts import Classification, Payload
 from datatrove_ckpt.rollouts.media import media_key, split_media
 

@@ -29,9 +29,9 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.errors.doors import StartOver, written
-from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.finished_from import FinishedDocuments

@@ -36,6 +36,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -43,7 +44,6 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
 from datatrove_ckpt.process.screen import READING, WAITING, RankProgress, Report, RunProgress, Screen, reporter
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.redaction import redact
 
 MINUTE_SECONDS = 60.0
 _FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well

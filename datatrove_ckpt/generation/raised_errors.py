@@ -23,10 +23,9 @@ from datatrove.pipeline.inference import types
 
 import datatrove_ckpt
 from datatrove_ckpt import errors
-from datatrove_ckpt.errors import causes
-from datatrove_ckpt.formatting import printable
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.errors import causes, printable
 from datatrove_ckpt.process.task_errors import safe_log
-from datatrove_ckpt.redaction import redact
 
 
 class DocumentFailed(errors.DocumentFailed, types.InferenceError):

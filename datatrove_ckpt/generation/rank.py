@@ -23,12 +23,12 @@ from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharde
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.doors import use
-from datatrove_ckpt.formatting import plural, plural_is
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports

@@ -2,7 +2,7 @@
 
 Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out, so they may
 change freely. The user's code is described by what its source reaches (see ``code_walk.py``). Of a secret (see
-``redaction.py``) the hash is kept.
+``common/redaction.py``) the hash is kept.
 
 What a pickle holds by value (functions of the script, nested functions, lambdas) is described as it was when the job
 was made: its file may have been edited, moved or deleted since. Of an imported function a pickle holds the name alone,

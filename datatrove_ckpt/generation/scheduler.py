@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
+from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CheckpointError, CkptError, DocumentNotSerializable, causes, named
 from datatrove_ckpt.generation.batches import Batches
@@ -43,7 +44,6 @@ from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
-from datatrove_ckpt.redaction import note_sent
 from datatrove_ckpt.rollouts import Rollout
 
 # How many documents may be in work at once.

@@ -17,6 +17,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
+from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
@@ -38,7 +39,6 @@ from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.preemption import Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
-from datatrove_ckpt.redaction import Veiled
 from datatrove_ckpt.rollouts import EmbedRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 

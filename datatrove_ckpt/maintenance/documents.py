@@ -14,14 +14,13 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import RETRY_INPUT, rank_folder, retry_folders
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.formatting import printable
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.retrying import failure_line, file_system_call
+from datatrove_ckpt.errors import OutputFailed, printable
 from datatrove_ckpt.maintenance.report.page import shortened
 from datatrove_ckpt.maintenance.verify import find_output
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.output.formats import format_of_file
-from datatrove_ckpt.redaction import redact
-from datatrove_ckpt.retrying import failure_line, file_system_call
 
 _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
 _VECTOR = 3  # numbers of one that are shown

@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     RankLedger,
 )
-from datatrove_ckpt.formatting import duration, plural
+from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.maintenance.run_state import RankState
 
 SILENT_SECONDS = 180.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
-from datatrove_ckpt.formatting import plural, ranges
+from datatrove_ckpt.common.formatting import plural, ranges
 
 _NAMED_ONE_BY_ONE = 20
 

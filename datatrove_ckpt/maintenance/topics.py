@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from datatrove_ckpt.checkpoint.ledger import few, name_place
-from datatrove_ckpt.formatting import duration, figure, percent, plural, ranges, short
+from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.run_state import RunState, State, Totals
 
 _SHOWN_CAUSES = 5

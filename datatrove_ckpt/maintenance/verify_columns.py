@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from posixpath import dirname
 
-from datatrove_ckpt.formatting import plural
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema

@@ -15,6 +15,7 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.layout import HOME, rank_folder
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.output.committed import file_problem, published_names, stray_advice
@@ -25,7 +26,6 @@ from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp,
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import failure_line, file_system_call, http_status
 
 _OF_ANOTHER_NAME = (
     "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."

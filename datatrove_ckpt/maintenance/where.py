@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import ConfigError, StorageFailed
-from datatrove_ckpt.formatting import plural
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.reading import MirrorReader

@@ -19,14 +19,14 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.mirror.job import restore_job
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.reading import unreadable
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
-from datatrove_ckpt.retrying import failure_line
 
 _THREADS = 32
 

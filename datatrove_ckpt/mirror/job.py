@@ -18,10 +18,10 @@ from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, parse_run, 
 from datatrove_ckpt.checkpoint.job import Counts, JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, is_journal, is_rank, rank_folder, refuse_resharded
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.mirror.manifests import Manifest, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.retrying import failure_line
 
 _MAX_BYTES = 2**26
 _THREADS = 32

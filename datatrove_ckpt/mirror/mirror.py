@@ -31,12 +31,13 @@ from typing import IO
 
 from loguru import logger
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval, Seconds
 from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import Snapshot, Source
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,
@@ -46,7 +47,6 @@ from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
-from datatrove_ckpt.retrying import failure_line
 
 # How long a publication waits for a mirror to say whose it is, and how long that counts.
 _LOOK_SECONDS = 60.0

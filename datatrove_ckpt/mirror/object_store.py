@@ -27,10 +27,10 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
+from datatrove_ckpt.common.formatting import missing_package, no_bars_in_logs
+from datatrove_ckpt.common.redaction import holds_credentials, refuse_variables
+from datatrove_ckpt.common.retrying import file_system_call, http_status, hub_refusal, lacks_bucket, s3_code
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import missing_package, no_bars_in_logs
-from datatrove_ckpt.redaction import holds_credentials, refuse_variables
-from datatrove_ckpt.retrying import file_system_call, http_status, hub_refusal, lacks_bucket, s3_code
 
 
 class Effects:

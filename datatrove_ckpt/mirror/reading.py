@@ -15,11 +15,11 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.lines import sealed_json
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.mirror.job import restore_job
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.retrying import failure_line
 
 # Object stores answer after tens of milliseconds, whatever is asked, and answer many at once.
 _THREADS = 32

@@ -44,6 +44,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
@@ -57,7 +58,6 @@ from datatrove_ckpt.mirror.manifests import (
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.reading import unreadable
-from datatrove_ckpt.retrying import failure_line
 
 _WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."
 

@@ -16,8 +16,8 @@ import re
 from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
 
 _LEAST_CHARACTERS = 16
 _SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')

@@ -14,6 +14,7 @@ from contextlib import suppress
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
@@ -26,7 +27,6 @@ from datatrove_ckpt.mirror.manifests import (
     encode_answers,
 )
 from datatrove_ckpt.mirror.object_store import needs_bucket
-from datatrove_ckpt.retrying import failure_line
 
 KEPT_VERSIONS = 3
 # When a file has this many parts, its small last ones are uploaded again as one: a restore should not take a thousand

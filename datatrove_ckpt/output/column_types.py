@@ -36,7 +36,7 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.formatting import safe_repr, safe_text
+from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.output.arrow_types import NotUnited, Row, Schema, type_of, unite
 from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.output.given_schema import check_rows

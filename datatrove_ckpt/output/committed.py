@@ -34,14 +34,14 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.job import recorded_output
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.errors.doors import Repair, written
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_output
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
-from datatrove_ckpt.retrying import file_system_call
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:

@@ -29,8 +29,8 @@ import xxhash
 from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
 
+from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.formatting import forgotten_await, safe_repr, safe_text
 
 _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 

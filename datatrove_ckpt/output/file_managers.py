@@ -21,8 +21,8 @@ from datatrove.io import OutputFileManager
 from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.formatting import missing_package
 
 _BUFFER_BYTES = 1 << 20
 

@@ -17,11 +17,11 @@ from fsspec.core import has_magic
 from fsspec.utils import glob_translate
 
 from datatrove_ckpt.checkpoint.layout import RETRIES
+from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import step_name, step_place, written
 from datatrove_ckpt.output.hub import MAIN, HubFolder
 from datatrove_ckpt.output.names import plain
-from datatrove_ckpt.retrying import file_system_call
 
 _OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
 

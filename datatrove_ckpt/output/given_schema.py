@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from datatrove_ckpt.formatting import safe_text
+from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.output.arrow_types import DataType, NotUnited, Row, Schema, is_vector, type_of
 
 _SAFE = {"double": float, "string": str, "large_string": str, "bool": bool}

@@ -20,10 +20,10 @@ from urllib.parse import quote, unquote
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.commits import stamp_of
+from datatrove_ckpt.common.retrying import http_status
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
-from datatrove_ckpt.retrying import http_status
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi

@@ -20,14 +20,14 @@ from functools import partial
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.redaction import Redactor
+from datatrove_ckpt.common.retrying import failure_line, http_status
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub import HubFolder, get
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.redaction import Redactor
-from datatrove_ckpt.retrying import failure_line, http_status
 
 _ANSWER_SECONDS = 60.0
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
-from datatrove_ckpt.formatting import duration, plural, ranges
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import duration, plural, ranges
+from datatrove_ckpt.common.retrying import Attempts
 from datatrove_ckpt.output.hub_pace import CommitPace, commit_title
 from datatrove_ckpt.output.hub_uploads import (
     GENERATION_GOES_ON,
@@ -33,7 +34,6 @@ from datatrove_ckpt.output.hub_uploads import (
     hub_failure,
 )
 from datatrove_ckpt.output.names import plain
-from datatrove_ckpt.retrying import Attempts
 
 MOST_FILES = 100
 """Files in a commit. The hub advises fewer than 100 or so."""

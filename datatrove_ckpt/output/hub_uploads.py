@@ -14,18 +14,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.lease import RankLease
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.retrying import RetryPolicy, http_status, library_line
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.committed import other_content
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import History
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import RetryPolicy, http_status, library_line
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd

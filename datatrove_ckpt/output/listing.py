@@ -25,10 +25,10 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
+from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
-from datatrove_ckpt.retrying import file_system_call
 
 _BLOCK = 1 << 20
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size

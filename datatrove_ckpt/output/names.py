@@ -17,8 +17,8 @@ from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.errors import InvalidFileName
-from datatrove_ckpt.formatting import safe_repr
 
 STAGING = layout.OUTPUT_STAGING
 

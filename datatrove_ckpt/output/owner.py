@@ -39,11 +39,11 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import HOME, OWNER
 from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status, is_taken
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
-from datatrove_ckpt.retrying import failure_line, file_system_call, http_status, is_taken
 
 _CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
 _READ_AGAIN_SECONDS = 1.0

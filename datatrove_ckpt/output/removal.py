@@ -9,12 +9,12 @@ from pathlib import Path
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.retrying import failure_line, file_system_call
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.retrying import failure_line, file_system_call
 
 _MOST_REMOVED = 1000  # files in a commit: without content, it takes more than of new ones
 

@@ -8,11 +8,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.placement import Stopping
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status, lacks_credentials
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.retrying import failure_line, file_system_call, http_status, lacks_credentials
 
 T = TypeVar("T")
 

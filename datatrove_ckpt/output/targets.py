@@ -42,8 +42,13 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
+from datatrove_ckpt.common.formatting import no_bars_in_logs, plural
+from datatrove_ckpt.common.retrying import (
+    http_status,
+    is_taken,
+    s3_code,
+)
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
-from datatrove_ckpt.formatting import no_bars_in_logs, plural
 from datatrove_ckpt.output.committed import RankCommits, other_content
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits
@@ -54,11 +59,6 @@ from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.removal import remove_file, sync_parents
 from datatrove_ckpt.output.stoppable import StorageCalls
-from datatrove_ckpt.retrying import (
-    http_status,
-    is_taken,
-    s3_code,
-)
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would

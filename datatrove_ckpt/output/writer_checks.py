@@ -6,10 +6,10 @@ import re
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.common.redaction import check_no_secrets, refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.redaction import check_no_secrets, refuse_variables
 
 
 def check_writer(writer: DiskWriter, checkpoints: bool) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.parquet import ParquetWriter
 
+from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.formatting import safe_repr, safe_text
 from datatrove_ckpt.output.column_types import ColumnTypes, infers_schema
 from datatrove_ckpt.output.formats import JSONL
 from datatrove_ckpt.output.writers import decode_for

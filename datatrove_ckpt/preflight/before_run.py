@@ -33,6 +33,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
@@ -54,7 +55,6 @@ from datatrove_ckpt.preflight.input_checks import check_codecs, check_inputs_unc
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers.inputs import check_reachable, list_input
-from datatrove_ckpt.retrying import failure_line
 from datatrove_ckpt.runner import InferenceRunner
 
 # ``check_job``: what is compared before any task of a job starts.

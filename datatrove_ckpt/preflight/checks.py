@@ -25,12 +25,12 @@ from fsspec import AbstractFileSystem
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.common.formatting import byte_size, duration
+from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed, TooManyOpenFiles
-from datatrove_ckpt.formatting import byte_size, duration
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
-from datatrove_ckpt.retrying import failure_line, file_system_call, hub_refusal
 
 # A probe writes to a hidden folder (or a hidden object) of its own, never to a rank's folder, and removes it at the
 # end, also after an error. A run may be active meanwhile.

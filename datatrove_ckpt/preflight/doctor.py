@@ -16,11 +16,11 @@ from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.readers.base import BaseReader
 
+from datatrove_ckpt.common.formatting import duration, error_text, plural
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import duration, error_text, plural
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers

@@ -17,9 +17,10 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.formatting import byte_size, plural
+from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.errors.doors import StartOver, written
-from datatrove_ckpt.formatting import byte_size, plural
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
@@ -33,7 +34,6 @@ from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.step_records import describe_pipeline, differences
-from datatrove_ckpt.retrying import failure_line
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0

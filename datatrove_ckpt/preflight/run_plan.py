@@ -18,9 +18,9 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import is_journal
+from datatrove_ckpt.common.formatting import no_bars_in_logs
+from datatrove_ckpt.common.retrying import file_system_call, naming_hub
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.formatting import no_bars_in_logs
-from datatrove_ckpt.retrying import file_system_call, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
 
 _COPIES = "_checkpoint_copies"

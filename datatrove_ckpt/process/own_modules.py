@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from datatrove_ckpt.common.formatting import byte_size
+from datatrove_ckpt.common.redaction import is_surely_secret, redact
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import byte_size
-from datatrove_ckpt.redaction import is_surely_secret, redact
 
 _ENVIRONMENT = {"pyvenv.cfg", "conda-meta"}
 _NO_CODE = {"__pycache__", "site-packages"}

@@ -65,8 +65,8 @@ from typing import NoReturn, Self, TypeAlias
 import multiprocess
 from loguru import logger
 
-from datatrove_ckpt.errors import ConfigError, Preempted
-from datatrove_ckpt.formatting import printable
+from datatrove_ckpt.common.redaction import secrets_among
+from datatrove_ckpt.errors import ConfigError, Preempted, printable
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.pool_signals import drain_pools, end_managers, is_pool_worker, managers_gone, spare
@@ -82,7 +82,6 @@ from datatrove_ckpt.process.slurm_job import (
     usual_handler,
 )
 from datatrove_ckpt.process.worker import worker_slot
-from datatrove_ckpt.redaction import secrets_among
 
 # Preemption notices: a command or a cloud says that this node goes away soon. It is taken as a SIGTERM.
 #

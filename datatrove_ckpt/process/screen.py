@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Self, TextIO
 import multiprocess
 from loguru import logger
 
-from datatrove_ckpt.formatting import duration, filled_cells, percent, plural
+from datatrove_ckpt.common.formatting import duration, filled_cells, percent, plural
 
 WAITING = "waiting for the server"
 READING = "reading the input"

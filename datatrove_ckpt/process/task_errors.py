@@ -17,8 +17,8 @@ from typing import Any
 
 from loguru import logger
 
+from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.errors import CkptError, Preempted, causes
-from datatrove_ckpt.redaction import log_text
 
 _DATATROVE = "datatrove.executor"
 _ROUTINE = (

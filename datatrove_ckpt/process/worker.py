@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple
 import fsspec.asyn
 from multiprocess.reduction import ForkingPickler
 
+from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.pool_signals import die_with_parent
 from datatrove_ckpt.process.screen import RankProgress, reporting_to
 from datatrove_ckpt.process.tasks import Tasks
-from datatrove_ckpt.redaction import HiddenDict
 
 READY = "ready"
 CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own end

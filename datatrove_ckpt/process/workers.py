@@ -39,14 +39,14 @@ from loguru import logger
 from multiprocess import connection as connections
 from multiprocess import forkserver, resource_tracker
 
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import Preempted, WorkerDied
-from datatrove_ckpt.formatting import plural
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
 from datatrove_ckpt.process.shutdown import SAME_EVENT
 from datatrove_ckpt.process.worker import CLOSED, READY, Reported, Work, work
-from datatrove_ckpt.redaction import HiddenDict
 
 # Seconds that workers have to end after a second signal, and one that has nothing left to do but to end.
 _AFTER_SECOND_SIGNAL = 10.0

@@ -21,9 +21,10 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
@@ -51,7 +52,6 @@ from datatrove_ckpt.readers.positions import (
     State,
     start_reader,
 )
-from datatrove_ckpt.redaction import check_no_secrets, check_options, refuse_variables
 
 READER_VERSION = 1
 

@@ -23,12 +23,12 @@ from datatrove.io import DataFolder
 from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.retrying import http_status
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 from datatrove_ckpt.readers.tables import take_rows
-from datatrove_ckpt.retrying import http_status
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 Count = Callable[[int], object]

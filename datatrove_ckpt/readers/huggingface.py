@@ -23,8 +23,8 @@ from datatrove.io import get_datafolder
 from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments

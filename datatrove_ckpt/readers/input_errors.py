@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from datatrove.io import DataFolder
 
+from datatrove_ckpt.common.retrying import http_status, hub_refusal, library_line
 from datatrove_ckpt.errors import CkptError, InputError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.retrying import http_status, hub_refusal, library_line
 
 _OF_THE_CLIENT = ("huggingface_hub", "httpx")
 _OF_S3 = ("botocore", "aiobotocore")

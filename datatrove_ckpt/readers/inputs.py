@@ -21,8 +21,8 @@ from datatrove.io import DataFolder, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.layout import is_ours
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input

@@ -17,7 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest
 
-from datatrove_ckpt.redaction import secrets_among
+from datatrove_ckpt.common.redaction import secrets_among
 
 STATELESS_PACKAGES = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
 """Packages of datatrove whose steps look at one document at a time."""

@@ -23,8 +23,8 @@ from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments

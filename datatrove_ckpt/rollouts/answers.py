@@ -20,9 +20,9 @@ from typing import Any, TypeAlias, get_args
 
 import orjson
 
+from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.config.inference_config import ENGINES, FormEngine
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import missing_package
 from datatrove_ckpt.rollouts.interface import Payload
 
 Schema: TypeAlias = dict[str, Any]

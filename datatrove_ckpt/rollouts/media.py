@@ -30,9 +30,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import error_text, missing_package
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import error_text, missing_package
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.rollouts.interface import Payload
 from datatrove_ckpt.rollouts.source import Messages

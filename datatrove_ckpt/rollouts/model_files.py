@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from datatrove_ckpt.common.formatting import error_text, missing_package
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import error_text, missing_package
 
 _TOKENIZER = "tokenizer.json"
 _ADVICE = "Or set chars_per_token, and no tokenizer is needed"

@@ -45,12 +45,12 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.interval import daly
+from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
-from datatrove_ckpt.retrying import READING, failure_line
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.sharded import METADATA, contents_of, load_parts, not_plain, save_parts, shapes
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state

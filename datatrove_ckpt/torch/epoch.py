@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from loguru import logger
 
+from datatrove_ckpt.common.formatting import parse_bytes
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.formatting import parse_bytes
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers

@@ -18,8 +18,9 @@ from datatrove.pipeline.writers import JsonlWriter
 from huggingface_hub import HfFileSystem, get_session
 from loguru import logger
 
-from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor, executor
+from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import storage
+from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.readers import JsonlReader
@@ -77,7 +78,7 @@ def _one_after_the_other(ram: Path, monkeypatch: pytest.MonkeyPatch, policy: Cha
     monkeypatch.setattr(tempfile, "tempdir", str(ram))
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
-    monkeypatch.setattr(executor, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     policy("HUB", "HUB_LOOK", "READING", first=0.01)
     PASSES.watch(monkeypatch)
 

@@ -20,10 +20,11 @@ from fsspec import AbstractFileSystem
 from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import EntryNotFoundError
 
-from datatrove_ckpt import LocalPipelineExecutor, executor
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.stores import ObjectClaims
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
+from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.mirror.manifests import Part, Versions
 from datatrove_ckpt.mirror.object_store import check_mirror
@@ -47,7 +48,7 @@ BUCKET = "hf://buckets/org/job"
 def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> Iterator[None]:
     """Nothing is left in the temporary folder, whatever happens."""
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
-    monkeypatch.setattr(executor, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     policy("HUB", "HUB_LOOK", first=0.01)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -290,13 +291,13 @@ def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: F
     job.put("org/job", {"logs/completions/00000": b"", "mirror/00000/objects/old": b""}, kind="bucket")
     job.put("org/job", {"logs/stats/00000.json": b"[]"}, kind="bucket")
     assert step.get_incomplete_ranks() == [1]
-    executor._saved_stats(step.logging_dir, 0)
+    local._saved_stats(step.logging_dir, 0)
     assert mirrored.list_objects() == set()
     name = f"{16 * '0'}-000000"
     found = {"logs/completions/00001": b"", "logs/stats/00001.json": b"[]", f"mirror/00000/objects/{name}": b"content"}
     job.put("org/job", found, kind="bucket")  # by another process
     assert step.get_incomplete_ranks() == []
-    executor._saved_stats(step.logging_dir, 1)
+    local._saved_stats(step.logging_dir, 1)
     assert mirrored.read_object(Part(name, 7, xxhash.xxh3_128_hexdigest(b"content"))) == b"content"
     assert mirrored.list_objects() == {("objects", name)}
 

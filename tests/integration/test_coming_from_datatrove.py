@@ -21,9 +21,9 @@ from datatrove.pipeline.inference import types as types_of_datatrove
 
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config.inference_config import Launch, ServerType
 from datatrove_ckpt.inference.client import client
-from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, runner, writer
 from tests.pages import ROOT, pages, table_rows

@@ -14,7 +14,7 @@ from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import ConfigError, WorkerDied
-from datatrove_ckpt.executor import LocalPipelineExecutor as OurExecutor
+from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import OutputFailed, Preempted
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access

@@ -27,7 +27,7 @@ import yaml
 import datatrove_ckpt
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
-from datatrove_ckpt.jobs_executor import JobsPipelineExecutor, _Job, _wanted
+from datatrove_ckpt.executors.jobs import JobsPipelineExecutor, _Job, _wanted
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
@@ -224,7 +224,7 @@ def test_a_signal_to_a_scripts_coordinator_is_an_interruption() -> None:
     """A step of the script has set a handler that ends any program without a pool."""
     program = """
 import os, signal
-from datatrove_ckpt.jobs_executor import _sigterm_interrupts
+from datatrove_ckpt.executors.jobs import _sigterm_interrupts
 from datatrove_ckpt.process.pool_signals import drain_pools
 drain_pools([signal.SIGTERM])
 try:

@@ -28,7 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 import datatrove_ckpt.rollouts.media
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE, usable_memory
@@ -325,7 +325,7 @@ def test_a_missing_column_and_settings_without_images_are_refused(server: FakeSe
 
 def test_without_pillow_resizing_is_refused_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = PromptRollout(images="media", max_image_side=100)
-    found = "datatrove_ckpt.formatting.find_spec"
+    found = "datatrove_ckpt.common.formatting.find_spec"
     monkeypatch.setattr(found, lambda name: None)
     for make in (lambda: PromptRollout(images="media", max_image_side=100), ready.prepare):
         with pytest.raises(

@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -47,7 +48,6 @@ from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, ids, rejects, runner
 from tests.mirrors import ONE_BY_ONE, PASSES, Job, Killed, answered, ask_twice, read_rows, refuse_the_second, up_to

@@ -130,7 +130,7 @@ def test_each_worker_of_a_command_has_a_port_of_its_own(
 def test_a_missing_package_is_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
-    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
+    monkeypatch.setattr("datatrove_ckpt.common.formatting.find_spec", lambda name: None)
     job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_port=PORT))
     with pytest.raises(ConfigError, match=r"monitoring.metrics_port: .*pip install 'datatrove-ckpt\[metrics\]'"):
         job.run(documents(1))
@@ -144,7 +144,7 @@ def test_doctor_finds_a_missing_package(
     write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
     printed = command("doctor", "job.yaml", "--all", code=None).out
     assert "ok       monitoring, ready: everything that it needs is installed here." in printed
-    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
+    monkeypatch.setattr("datatrove_ckpt.common.formatting.find_spec", lambda name: None)
     printed = command("doctor", "job.yaml", code=1).out
     assert "problem  monitoring, checked: monitoring.metrics_port: " in printed
 
@@ -253,7 +253,7 @@ def test_the_command_reads_the_mirror(tmp_path: Path, calls: Path, server: FakeS
 
 def test_mistakes_of_track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     assert "Give --mlflow URI, --wandb PROJECT, or both." in command("track", tmp_path, code=2).err
-    monkeypatch.setattr("datatrove_ckpt.formatting.find_spec", lambda name: None)
+    monkeypatch.setattr("datatrove_ckpt.common.formatting.find_spec", lambda name: None)
     for name in ("mlflow", "wandb"):
         said = command("track", tmp_path, f"--{name}", "x", code=2).err
         assert f"--{name}: " in said

@@ -28,10 +28,10 @@ from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor, read_config
 from datatrove_ckpt.cli.system_errors import explain
+from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, StartOver, Tasks, entered
-from datatrove_ckpt.executor import given_up_error
-from datatrove_ckpt.formatting import error_text
+from datatrove_ckpt.executors.local import given_up_error
 from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.preflight.run_plan import RunPlan

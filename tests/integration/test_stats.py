@@ -20,7 +20,7 @@ from datatrove.utils.stats import MetricStats
 from datatrove_ckpt.checkpoint import clock, publishing
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.lines import seal, unseal
-from datatrove_ckpt.executor import LocalPipelineExecutor
+from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place
 from tests.crash_points import assert_same_output_after_every_crash

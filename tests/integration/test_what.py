@@ -11,8 +11,8 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import Start
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
 from tests.mirrors import Job

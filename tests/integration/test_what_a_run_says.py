@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 
+from datatrove_ckpt.common.redaction import HiddenBytes
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
 from datatrove_ckpt.inference.servers import connect
 from datatrove_ckpt.inference.servers.connect import ExternalServers
 from datatrove_ckpt.process.screen import reporting_to
-from datatrove_ckpt.redaction import HiddenBytes
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import ask, config, documents, runner

@@ -21,7 +21,7 @@ from datatrove.io import get_datafolder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.claims import ClaimStore
-from datatrove_ckpt.formatting import plural, ranges
+from datatrove_ckpt.common.formatting import plural, ranges
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.conftest import Command

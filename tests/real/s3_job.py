@@ -23,7 +23,8 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from loguru import logger
 from s3fs import S3FileSystem  # noqa: F401 (so that forked processes need not import it)
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, retrying
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.process.task_errors import QuietErrors
 from datatrove_ckpt.readers import ParquetReader

@@ -20,9 +20,9 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineCommand, Launch, Nodes
-from datatrove_ckpt.redaction import Key
 from datatrove_ckpt.rollouts import ChunkedRollout, InvalidAnswer, PromptRollout, for_config
 from tests.real import environment
 

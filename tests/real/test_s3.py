@@ -25,8 +25,8 @@ import pytest
 import s3fs
 from datatrove.io import DataFolder
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed, OutputMismatch
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.testing import FakeServer, outputs

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 import pytest
 
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
@@ -36,7 +37,6 @@ from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.client.plain import PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.redaction import Key
 from tests.clients import client_of
 
 

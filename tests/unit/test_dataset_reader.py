@@ -20,7 +20,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from PIL import Image
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
 from datatrove_ckpt.readers.extent import Reached

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.engines import llamacpp
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
@@ -31,7 +32,6 @@ from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.llamacpp import flags_set
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
-from datatrove_ckpt.redaction import Key
 from tests.hub import FakeHub
 
 SECRET = "the-secret-key"

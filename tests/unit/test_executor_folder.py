@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.executor import _own_listings
+from datatrove_ckpt.executors.local import _own_listings
 
 
 class Recording(LocalPipelineExecutor):

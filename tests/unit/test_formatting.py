@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from datatrove_ckpt.formatting import (
+from datatrove_ckpt.common.formatting import (
     byte_size,
     duration,
     error_text,

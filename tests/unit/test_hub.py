@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
+from datatrove_ckpt.common.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
 from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, given_up, hub_failure
 from datatrove_ckpt.preflight.doctor import check_commits
-from datatrove_ckpt.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
 
 
 @pytest.mark.parametrize(

@@ -18,33 +18,26 @@ PACKAGE = Path(datatrove_ckpt.__file__).parent
 
 # Lowest first: a room may import what stands above it, and of that only what its row names.
 ROOMS = {
-    "formatting": "",
-    "errors": "formatting",
-    "redaction": "errors formatting",
-    "retrying": "errors formatting redaction",
-    "config": "errors redaction",
-    "process": "errors formatting redaction",
-    "rollouts": "errors formatting retrying config process",
-    "checkpoint": "errors formatting redaction process",
-    "mirror": "errors formatting redaction retrying process checkpoint",
-    "claims": "errors formatting retrying checkpoint mirror",
-    "inference.client": "errors redaction retrying config process",
-    "inference.servers": "errors redaction retrying config process inference.client",
-    "output": "errors formatting redaction retrying checkpoint",
-    "readers": "errors redaction retrying checkpoint",
-    "torch": "errors formatting retrying process checkpoint mirror readers",
-    "generation": "errors formatting redaction config rollouts process checkpoint mirror"
+    "errors": "",
+    "common": "errors",
+    "config": "errors common",
+    "process": "errors common",
+    "rollouts": "errors common config process",
+    "checkpoint": "errors common process",
+    "mirror": "errors common process checkpoint",
+    "claims": "errors common checkpoint mirror",
+    "inference.client": "errors common config process",
+    "inference.servers": "errors common config process inference.client",
+    "output": "errors common checkpoint",
+    "readers": "errors common checkpoint",
+    "torch": "errors common process checkpoint mirror readers",
+    "generation": "errors common config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
-    "runner": "redaction process generation",
-    "maintenance": "errors formatting redaction retrying config checkpoint mirror claims output",
-    "preflight": "errors formatting retrying config process checkpoint mirror inference.servers"
-    " output readers generation runner",
-    "executor": "errors formatting redaction retrying process checkpoint mirror claims inference.servers generation"
-    " runner preflight",
-    "jobs_executor": "errors formatting redaction retrying config process mirror claims runner preflight executor",
-    "slurm_executor": "errors formatting redaction retrying process claims preflight executor",
-    "cli": "errors formatting redaction retrying config process checkpoint maintenance claims preflight"
-    " executor jobs_executor slurm_executor",
+    "runner": "common process generation",
+    "maintenance": "errors common config checkpoint mirror claims output",
+    "preflight": "errors common config process checkpoint mirror inference.servers output readers generation runner",
+    "executors": "errors common config process checkpoint mirror claims inference.servers generation runner preflight",
+    "cli": "errors common config process checkpoint maintenance claims preflight executors",
     "testing": "checkpoint mirror",
 }
 

@@ -15,16 +15,16 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt import retrying
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.placement import Stopping
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.redaction import check_options
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed
 from datatrove_ckpt.output.listing import list_output
 from datatrove_ckpt.output.stoppable import StorageCalls
 from datatrove_ckpt.output.targets import RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.redaction import check_options
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 from tests.patience import ChangePolicy

@@ -9,11 +9,11 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.common.redaction import refuse_variables
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.redaction import refuse_variables
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 from tests.yaml_jobs import job_yaml

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from yarl import URL
 
+from datatrove_ckpt.common.redaction import HiddenDict, Key
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.unit.test_client import RawServer, Reply, answer, http, never, serving, then_close
 
 GOOD = answer(http(200, b"good"))

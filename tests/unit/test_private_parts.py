@@ -48,7 +48,8 @@ def test_an_abandoned_database_is_left_open_until_the_process_ends(tmp_path: Pat
 def test_datatroves_executors_run_a_rank_in_run_for_rank(tmp_path: Path) -> None:
     sentence = (
         "datatrove's executors no longer run a rank in _run_for_rank(rank, local_rank, node_rank), note their start in "
-        "_launched, or make their repository in _ensure_logging_dir_repo. Correct executor.py and jobs_executor.py."
+        "_launched, or make their repository in _ensure_logging_dir_repo. Correct executors/local.py and "
+        "executors/jobs.py."
     )
     for kind in (PipelineExecutor, JobsPipelineExecutor):
         parts = [*inspect.signature(kind._run_for_rank).parameters]

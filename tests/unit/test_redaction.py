@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from datatrove_ckpt.checkpoint.identity import same_value
-from datatrove_ckpt.redaction import (
+from datatrove_ckpt.common.redaction import (
     HiddenBytes,
     HiddenDict,
     Key,

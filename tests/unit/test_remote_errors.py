@@ -11,7 +11,7 @@ import huggingface_hub.errors
 import pytest
 from multidict import CIMultiDict
 
-from datatrove_ckpt.retrying import (
+from datatrove_ckpt.common.retrying import (
     STORAGE,
     FileSystemFailed,
     advised_seconds,

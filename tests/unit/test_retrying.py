@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datatrove_ckpt.retrying import RetryPolicy
+from datatrove_ckpt.common.retrying import RetryPolicy
 
 
 def test_the_wait_doubles_up_to_the_longest() -> None:

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 from pathlib import Path
 
+from datatrove_ckpt.common.redaction import Redactor
 from datatrove_ckpt.inference.servers.server import last_line, read_log, starting_line, wait_for_first
-from datatrove_ckpt.redaction import Redactor
 
 
 async def test_a_server_that_starts_says_so_until_it_is_ready(log: list[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from loguru import logger
 
+from datatrove_ckpt.common.redaction import HiddenDict, Key
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
@@ -24,7 +25,6 @@ from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.probes import Metrics, parse_metrics, read_metrics, request_health
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.redaction import HiddenDict, Key
 from tests.jobs import leased_gpus
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
     GPU_FULL,
@@ -22,7 +23,6 @@ from datatrove_ckpt.config.inference_config import (
     arguments,
 )
 from datatrove_ckpt.config.ways import EMBED, WayTo
-from datatrove_ckpt.redaction import HiddenDict
 
 _LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch.py"
 # Its /v1/score asks a chat model for the probabilities of tokens; a reranker's scores come from /v1/rerank.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
     GPU_FULL,
@@ -25,7 +26,6 @@ from datatrove_ckpt.config.inference_config import (
     arguments,
 )
 from datatrove_ckpt.config.ways import VLLM_WAYS
-from datatrove_ckpt.redaction import HiddenDict
 
 # datatrove connects several nodes by Ray, so its scripts ask vLLM for Ray. Ours are connected by vLLM's own flags,
 # beside which vLLM refuses Ray.

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from datatrove_ckpt.common.formatting import error_text, missing_package
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.formatting import error_text, missing_package
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import orjson
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 

@@ -55,7 +55,8 @@ from dataclasses import dataclass, field
 
 from loguru import logger
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
@@ -83,7 +84,6 @@ from datatrove_ckpt.inference.client.routing import (
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.redaction import Key
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
 # Seconds during which other URLs are preferred after a connection failed. Without it all requests would go to a dead

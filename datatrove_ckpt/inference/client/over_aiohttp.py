@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
+from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
 from datatrove_ckpt.inference.client import plain
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.plain import (
@@ -23,7 +24,6 @@ from datatrove_ckpt.inference.client.plain import (
     is_silent,
 )
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
-from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
 _READ_BUFFER = 1 << 18  # bytes
 # Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.

@@ -42,9 +42,9 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
+from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
-from datatrove_ckpt.redaction import HiddenBytes, HiddenDict
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds

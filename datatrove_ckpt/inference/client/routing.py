@@ -25,11 +25,11 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.transport import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.redaction import Key
 
 # Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
 FIRST_LIMIT = 16

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.redaction import HiddenDict, Redactor, frames_cut, note_sent
+from datatrove_ckpt.common.retrying import parse_retry_after
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.answers import RetryableError
@@ -20,8 +22,6 @@ from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, Response
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
-from datatrove_ckpt.redaction import HiddenDict, Redactor, frames_cut, note_sent
-from datatrove_ckpt.retrying import parse_retry_after
 
 if TYPE_CHECKING:
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport

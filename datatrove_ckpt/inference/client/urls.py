@@ -15,9 +15,9 @@ from urllib.request import getproxies, proxy_bypass
 
 from yarl import URL
 
+from datatrove_ckpt.common.redaction import HiddenDict, Redactor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.redaction import HiddenDict, Redactor
 
 _PUBLIC_QUERY = "api-version"
 _VERSION = re.compile(r"v\d+[a-z0-9]*")

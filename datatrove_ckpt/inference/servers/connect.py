@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import orjson
 from loguru import logger
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.redaction import HiddenDict, Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, ConfigError, ServerRefused, ServerStartFailed, named
 from datatrove_ckpt.errors.doors import written
@@ -27,7 +28,6 @@ from datatrove_ckpt.inference.client.routing import OnServer, Sender
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
-from datatrove_ckpt.redaction import HiddenDict, Key
 
 if TYPE_CHECKING:
     from datatrove_ckpt.inference.servers.warm import RankModels

@@ -35,12 +35,12 @@ from typing import Any, Self
 
 from loguru import logger
 
+from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
-from datatrove_ckpt.redaction import HiddenDict
 
 # Seconds. A process that hangs inside a driver cannot be killed, and waiting for it would never end.
 _KILL_TIMEOUT = 10.0

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from loguru import logger
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed

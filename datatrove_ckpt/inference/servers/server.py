@@ -29,7 +29,8 @@ from typing import Any, NoReturn
 
 from loguru import logger
 
-from datatrove_ckpt import retrying
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.redaction import HIDDEN, MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor, may_name_secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import (
     ENGINES,
@@ -50,7 +51,6 @@ from datatrove_ckpt.inference.servers.node import GpuLease, ServerRecord, kill_s
 from datatrove_ckpt.inference.servers.probes import answers, request_health
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
-from datatrove_ckpt.redaction import HIDDEN, MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor, may_name_secret
 
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it, and until
 # then the kernel must give this port to no outgoing connection.

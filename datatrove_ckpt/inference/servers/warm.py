@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING
 import xxhash
 from loguru import logger
 
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, Key
 
 if TYPE_CHECKING:
     from datatrove_ckpt.inference.servers.server import InferenceServer

@@ -15,8 +15,8 @@ from datatrove_ckpt.checkpoint.history_read import AttemptSummary, History, read
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
+from datatrove_ckpt.common.formatting import figure, plural
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.formatting import figure, plural
 from datatrove_ckpt.maintenance.report.histories import time_axis
 from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState

@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 from string import Template
 from typing import Literal, TypeAlias
 
-from datatrove_ckpt.formatting import figure, short
+from datatrove_ckpt.common.formatting import figure, short
 
 _MAX_NAME = 160
 _MAX_LEGEND = 80

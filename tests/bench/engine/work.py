@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE
-from datatrove_ckpt.redaction import Key
 
 INSTRUCTION = (
     "You are an editor of an encyclopedia for children between ten and fourteen years. You read the notes of a "

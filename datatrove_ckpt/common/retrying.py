@@ -21,6 +21,8 @@ from urllib.parse import unquote
 
 from loguru import logger
 
+from datatrove_ckpt.common.formatting import duration, error_text
+from datatrove_ckpt.common.redaction import frames_cut
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     CkptError,
@@ -37,8 +39,6 @@ from datatrove_ckpt.errors import (
     causes,
 )
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import duration, error_text
-from datatrove_ckpt.redaction import frames_cut
 
 T = TypeVar("T")
 

@@ -28,13 +28,13 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.claims import LAUNCH
+from datatrove_ckpt.common.formatting import plural, plural_is, ranges
+from datatrove_ckpt.common.redaction import log_text
+from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.executor import LocalPipelineExecutor, given_up_error
-from datatrove_ckpt.formatting import plural, plural_is, ranges
+from datatrove_ckpt.executors.local import LocalPipelineExecutor, given_up_error
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
 from datatrove_ckpt.process.task_errors import own_error
-from datatrove_ckpt.redaction import log_text
-from datatrove_ckpt.retrying import code_of_rank
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another

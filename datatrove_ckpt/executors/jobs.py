@@ -37,18 +37,18 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress, mirrored_progress
+from datatrove_ckpt.common.formatting import all_are, plural
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
+from datatrove_ckpt.common.retrying import OPENING, READING, code_of_rank, failure_line, http_status, naming_hub
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.executor import LocalPipelineExecutor, given_up_error, stats_of_complete
-from datatrove_ckpt.formatting import all_are, plural
+from datatrove_ckpt.executors.local import LocalPipelineExecutor, given_up_error, stats_of_complete
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
 from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import log_disabled, own_error
-from datatrove_ckpt.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
-from datatrove_ckpt.retrying import OPENING, READING, code_of_rank, failure_line, http_status, naming_hub
 from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:

@@ -33,6 +33,9 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import rank_folder
+from datatrove_ckpt.common.formatting import all_are, plural, plural_is, ranges
+from datatrove_ckpt.common.redaction import log_text
+from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
@@ -44,7 +47,6 @@ from datatrove_ckpt.errors import (
     WorkerDied,
 )
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import all_are, plural, plural_is, ranges
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
@@ -57,8 +59,6 @@ from datatrove_ckpt.process.task_errors import own_error, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.tasks import TaskList, Tasks, in_turn
 from datatrove_ckpt.process.workers import Stopped, Workers, end_as
-from datatrove_ckpt.redaction import log_text
-from datatrove_ckpt.retrying import code_of_rank
 from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
@@ -537,7 +537,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _in_workers(self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done) -> None:
         context = multiprocess.get_context(self.start_method)
-        context.set_forkserver_preload(["__main__", "datatrove_ckpt.executor", _RANK])
+        context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
         if self.start_method == "fork":
             import_module(_RANK)  # once, and not in each worker
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]

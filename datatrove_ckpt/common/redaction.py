@@ -30,9 +30,8 @@ from typing import Any, Self
 import orjson
 import xxhash
 
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import ConfigError, printable
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.formatting import printable
 
 HIDDEN = "***"
 MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"

@@ -119,15 +119,6 @@ def parse_bytes(text: str) -> int | None:
     return None
 
 
-# Control characters except line break and tab, what turns the direction of text, line separators, lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    """The text as a terminal may take it: a control character is shown as JSON would write it, and does nothing."""
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
-
-
 def safe_text(value: object) -> str:
     """``str(value)`` as text that every file and terminal takes. Never raises.
 

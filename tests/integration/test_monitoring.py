@@ -204,7 +204,10 @@ def made(calls: Path, call: str | None = None) -> list[dict[str, Any]]:
     return [one for one in found if call in (None, one["call"])]
 
 
-def test_all_ranks_and_attempts_are_one_run(tmp_path: Path, calls: Path, server: FakeServer, command: Command) -> None:
+def test_all_ranks_and_attempts_are_one_run(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer, command: Command
+) -> None:
+    monkeypatch.setattr(track.time, "sleep", lambda seconds: None)
     parameters = {"temperature": 0.5, "token": "canary-of-a-key"}
     for rollout in (fails_at(["id 3"]), ask):
         for rank in (0, 1):

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
-import time
-from collections.abc import Sequence
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
-import multiprocess
 from datatrove.executor.base import PipelineExecutor
 from loguru import logger
 
@@ -38,7 +33,7 @@ from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.doctor import Look, check_rules_of_hub
 from datatrove_ckpt.preflight.run_plan import RunPlan, checkpoints_seen
-from datatrove_ckpt.process.pool_signals import usual_handler
+from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 
@@ -86,7 +81,8 @@ def _check_tasks(plan: RunPlan) -> None:
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     """Checks, runs, and turns errors and signals into messages and exit codes."""
     started = False
-    interruption = Interruption([name for runner in plan.runners for name in runner.step.drain_signals])
+    drain_signals = [signal.Signals[name] for runner in plan.runners for name in runner.step.drain_signals]
+    interruption = Interruption([*STOP_SIGNALS, *drain_signals])
     try:
         with interruption:
             if arguments.fail_on_dead_letters and slurm_submit.submits(executor):
@@ -235,67 +231,3 @@ def _retry_dead_letters(plan: RunPlan) -> None:
         )
     for runner in plan.runners:
         runner.step.retry_dead_letters = True
-
-
-# signals --------------------------------------------------------------------------------------------------------------
-
-# What the command does on a signal: it lets every rank save what it has, and ends with one line.
-#
-# ``process/preemption.py`` handles signals in a rank, ``process/workers.py`` in the process that waits for workers.
-# Before and after them, and in datatrove's own executors, a signal is an exception.
-
-
-_FATAL = (signal.SIG_DFL, signal.default_int_handler)
-_TO_END = 10.0  # seconds for all that datatrove's executors left behind
-
-
-class Interruption:
-    """``with Interruption(signals) as interruption:`` around what a command does.
-
-    Signals that would end this process on the spot raise KeyboardInterrupt instead: whatever ends in good order on
-    Ctrl-C does so on these, too.
-
-    Args:
-        signals: names of further signals than SIGINT, SIGTERM and SIGHUP.
-
-    Attributes:
-        number: the signal that came.
-    """
-
-    def __init__(self, signals: Sequence[str]) -> None:
-        self.number: int | None = None
-        self._names = dict.fromkeys(["SIGINT", "SIGTERM", "SIGHUP", *signals])
-        self._borrowed: dict[int, Any] = {}
-        self._pid = os.getpid()
-
-    def __enter__(self) -> Self:
-        for name in self._names:
-            number = signal.Signals[name]
-            if usual_handler(signal.getsignal(number)) in _FATAL:
-                self._borrowed[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.number is not None:
-            _end_children()
-        for number, previous in self._borrowed.items():
-            signal.signal(number, previous)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a worker that datatrove's executor forked
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        self.number = self.number or number
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def _end_children() -> None:
-    """Those of datatrove's pools that a second signal left."""
-    children = multiprocess.active_children()
-    for child in children:
-        child.terminate()
-    deadline = time.monotonic() + _TO_END
-    for child in children:
-        child.join(max(0.0, deadline - time.monotonic()))
-        child.kill()

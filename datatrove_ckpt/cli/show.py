@@ -75,12 +75,12 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
 
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
-    from datatrove_ckpt.cli.execution import Interruption  # slow to import, and only for a run
     from datatrove_ckpt.preflight.run_plan import RunPlan
     from datatrove_ckpt.preflight.sample import take_sample
+    from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 
     quiet = log_disabled("datatrove_ckpt.generation.rank")  # its lines tell of a run that can be resumed
-    with Interruption(()), quiet, tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+    with Interruption(STOP_SIGNALS), quiet, tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         asked = take_sample(RunPlan(executor), number, Path(folder))
         place = Place(folder, Path(folder, "checkpoints"), [folder])
         found = []

@@ -17,13 +17,12 @@ import math
 import os
 import re
 import signal
-import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -47,7 +46,7 @@ from datatrove_ckpt.executors.local import LocalPipelineExecutor, given_up_error
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
-from datatrove_ckpt.process.pool_signals import usual_handler
+from datatrove_ckpt.process.signals import Interruption
 from datatrove_ckpt.process.task_errors import log_disabled, own_error
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -329,7 +328,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             CkptError: no other job would help.
         """
         self._began = time.time()
-        with _sigterm_interrupts(), self._as_worker()._open_claims(runs_all=False) as claims:
+        with Interruption([signal.SIGTERM]), self._as_worker()._open_claims(runs_all=False) as claims:
             claims.clear()
             try:
                 self._keep_jobs(claims)
@@ -635,20 +634,6 @@ def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
             values = dict(enumerate(values or ()))
         for name, value in values.items():
             yield key, str(name), str(value)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM, where it would kill, is a KeyboardInterrupt."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or usual_handler(before := signal.getsignal(signal.SIGTERM)) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _of(some: Sequence[_Job], jobs: Sequence[_Job]) -> str:

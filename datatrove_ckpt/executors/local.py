@@ -55,10 +55,11 @@ from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
+from datatrove_ckpt.process.signals import STOP_SIGNALS
 from datatrove_ckpt.process.task_errors import own_error, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.tasks import TaskList, Tasks, in_turn
-from datatrove_ckpt.process.workers import Stopped, Workers, end_as
+from datatrove_ckpt.process.workers import Workers, end_as
 from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ _TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of 
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
 _RANKS_AT_ONCE = 32  # as many as short tasks need for 64 requests with a long tail (tests/bench/barrier.py)
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _Done = Callable[[int, PipelineStats], None]
 """Gets each rank that is complete, with its statistics."""
 
@@ -541,20 +541,17 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if self.start_method == "fork":
             import_module(_RANK)  # once, and not in each worker
         runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-        numbers = {*_STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
+        numbers = {*STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
         # Pickled here for every start method: each rank gets a copy of its own.
         kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
         work = partial(_work, self._pickled(), kept, overlap)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
         # A marker of an earlier run does not show that a rank that runs once more, as a retry does, is complete.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
-        try:
-            attempts = self.max_rank_attempts
-            with Workers(context, self.workers, work, numbers, attempts, stop_seconds, screen) as workers:
-                for rank, stats in workers.run(ranks):
-                    done(rank, stats)
-        except Stopped:
-            pass
+        attempts = self.max_rank_attempts
+        with Workers(context, self.workers, work, numbers, attempts, stop_seconds, screen) as workers:
+            for rank, stats in workers.run(ranks):
+                done(rank, stats)
         if workers.signal is not None:
             end_as(workers.signal)
         lost = sorted({*self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True), *anew & {*workers.lost}})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.preemption import Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
@@ -110,7 +108,6 @@ class Step(PipelineStep):
         self.monitoring = self.monitoring or MonitoringConfig()
         self._check_settings()
         self._note_code()
-        drain_pools(signal.Signals[name] for name in self.drain_signals)
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)

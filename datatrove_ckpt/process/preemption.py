@@ -11,24 +11,10 @@ becomes KeyboardInterrupt, SIGTERM becomes SystemExit. If the re-raised signal d
 ``Preempted``: an early end must never look like a finished rank.
 
 One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a signal
-within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is SIGTERM in a pool worker: whatever signal
-reaches the parent, too, makes it terminate its workers.
+within ``SAME_EVENT`` seconds of the first one is no second signal.
 
 The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop first, and could not
 restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
-
-What the command does on a signal, alone or with a pool, is in ``cli/execution.py``.
-
-What follows a drain: each signal gets its usual effect, now that the old handlers are restored.
-
-    a handler of somebody's        is called, as datatrove's requeue handler
-    the default, which kills       SystemExit(128 + n), so that the ``finally`` blocks above run: datatrove's executor
-                                   ends its manager process there, which would otherwise stay for ever
-    in a worker of a pool          Preempted, whatever the handler is: CPython's pool waits without end for the result
-                                   of a worker that ends by itself, by a signal or an exit
-
-A pool worker that its signal would have ended does end, but only when its error is on its way: a ``Pool.terminate``,
-which sends SIGTERM once, waits for that.
 
 ``LoopWatch`` ends a process that was asked to stop and whose event loop does not end.
 
@@ -48,7 +34,6 @@ from __future__ import annotations
 
 import _thread
 import asyncio
-import gc
 import json
 import os
 import queue
@@ -56,30 +41,34 @@ import signal
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from types import FrameType, TracebackType
-from typing import NoReturn, Self, TypeAlias
+from types import TracebackType
+from typing import Self, TypeAlias
 
 import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
-from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
-from datatrove_ckpt.process.pool_signals import drain_pools, end_managers, is_pool_worker, managers_gone, spare
+from datatrove_ckpt.process.parent_watch import is_pool_worker
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
-from datatrove_ckpt.process.slurm_job import (
+from datatrove_ckpt.process.signals import (
+    Handlers,
+    between_ranks,
     handle_between_ranks,
+    in_main_thread,
+    may_handle,
+    raise_again,
+)
+from datatrove_ckpt.process.slurm_job import (
     is_time_up,
     job_id_in_environment,
     requeue_if_preempted,
     slurm_deadline,
     stop_time,
-    usual_handler,
 )
 from datatrove_ckpt.process.worker import worker_slot
 
@@ -240,106 +229,6 @@ def _azure() -> str | None:
 _CLOUDS: dict[str, Callable[[], str | None]] = {"aws": _aws, "gcp": _gcp, "azure": _azure}
 
 
-_DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
-# For a pool's worker: until it hands in its error, as a log on a remote may be slow to close; and until that is sent.
-_HAND_IN_SECONDS = 60.0
-_HAND_IN_FAST_SECONDS = 5.0  # after a second signal
-_SEND_SECONDS = 5.0
-_EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
-
-
-def raise_again(numbers: Sequence[int], shutdown: Shutdown) -> None:
-    """Gives each signal its usual effect. Returns if none of them ends the rank.
-
-    Raises:
-        Preempted: in a worker of a pool, always.
-        SystemExit: the signal's default action would end this process.
-        BaseException: what an old handler raises.
-    """
-    leave_terminal()
-    ends = 0
-    for number in numbers:
-        handler = signal.getsignal(number)
-        fatal = handler is signal.SIG_DFL and signal.Signals(number).name not in _DOES_NOT_END
-        if fatal:
-            requeue_if_preempted()
-        if is_pool_worker() and (fatal or handler is signal.default_int_handler):
-            ends = ends or number
-        elif fatal:
-            _exit(number)
-        else:
-            try:
-                with job_id_in_environment():
-                    signal.raise_signal(number)
-            except BaseException as end:
-                if not is_pool_worker() or isinstance(end, Exception):
-                    raise end from None  # the rank's own end, as its context, would add nothing
-                ends = ends or number
-    if is_pool_worker():
-        error = _Handed(shutdown.message, ends, _HAND_IN_FAST_SECONDS if shutdown.is_fast else _HAND_IN_SECONDS)
-        try:
-            raise error from None
-        finally:
-            del error  # else this frame and the error's traceback would hold each other
-
-
-def _exit(number: int) -> NoReturn:
-    if event_loop.left_behind or managers_gone():
-        # Python would wait for what a rank has left behind. And datatrove's ``finally`` would fail if the same signal
-        # has ended its manager.
-        end_by(number)
-    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
-        # Python waits for such threads at its exit, without a limit. The signal's default action would not.
-        _call_later(_EXIT_SECONDS, end_by, number)
-    raise SystemExit(128 + number)
-
-
-def _call_later(seconds: float, end: Callable[[int], object], number: int) -> None:
-    timer = threading.Timer(seconds, end, [number])
-    timer.daemon = True
-    timer.start()
-
-
-def end_by(number: int) -> NoReturn:
-    """Ends this process by the signal's default action, and datatrove's manager with it."""
-    end_managers()
-    leave_terminal()
-    with suppress(BaseException):  # of a handler in Python
-        os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the signal is blocked or handled, or another thread takes its time
-
-
-class _Handed(Preempted):
-    """Fails a pool's task, and ends the process once the pool's worker has sent this error: then it holds no lock.
-
-    Args:
-        number: the signal of which the worker ends; 0: it does not.
-        seconds: how long it may take until the worker sends the error.
-    """
-
-    def __init__(self, message: str, number: int, seconds: float) -> None:
-        super().__init__(message)
-        self._number = number
-        if number:  # if a pool that has ended takes no results any more, or somebody else keeps the error
-            _call_later(seconds, end_by, number)
-
-    def __reduce__(self) -> tuple[type[Preempted], tuple[object, ...]]:
-        """Called when the error is sent; its traceback goes as text. A worker has no public way to end after a task."""
-        if self._number:
-            # loguru has read the locals of frames, which so hold this error. Tracebacks hold the frames.
-            self.__traceback__ = self.__context__ = None
-            gc.collect()
-            weakref.finalize(self, end_by, self._number).atexit = False
-            _call_later(_SEND_SECONDS, end_by, self._number)
-        return Preempted, self.args
-
-
-# In logs it is one.
-_Handed.__module__ = Preempted.__module__
-_Handed.__qualname__ = Preempted.__qualname__
-_Handed.__name__ = Preempted.__name__
-
-
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end
 _GRACE_FAST = 7.0  # after a second signal
@@ -398,13 +287,10 @@ class LoopWatch:
         thread = threading.Thread(target=finish, daemon=True)
         thread.start()
         thread.join(_SAVE)
-        end_managers()
         leave_terminal()
         os._exit(code[0])
 
 
-# Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
-_OF_TERMINALS = ("SIGHUP", "SIGINT")
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN_SECONDS = 30.0
 _TIME_LIMIT = "the end of the job's time limit"
@@ -414,10 +300,6 @@ _REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
 def has_time_for(drain_seconds: float, seconds: float) -> bool:
     """Whether what takes so long can end before the last drain of this job. The first rank of a process may start."""
     return not is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
-
-
-Handler = Callable[[int, FrameType | None], object] | int | None
-"""What ``signal.getsignal`` returns."""
 
 
 class Preemption:
@@ -441,11 +323,9 @@ class Preemption:
         self._setting = notice
         self._notice = ""
         self._watch: NoticeWatch | None = None
-        self._previous: dict[int, Handler] = {}
+        self._handlers = Handlers(self._receive)
         self._received: list[int] = []
         self._interruptible = False
-        self._pid = os.getpid()
-        self._is_pool_worker = is_pool_worker()
         self._is_one_of_many = rank_of_many() is not None
 
     # set the handlers, restore them, raise again ------------------------------------------------------------------
@@ -453,17 +333,20 @@ class Preemption:
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
             host.attach(self.shutdown)
-        if threading.current_thread() is not threading.main_thread() and not self._is_one_of_many:
+        if is_pool_worker():
+            logger.info(
+                "This rank runs in a worker of multiprocessing's pool: signals end it like kill -9, without a drain. "
+                "With datatrove_ckpt.LocalPipelineExecutor, ranks drain."
+            )
+        elif in_main_thread():
+            between_ranks.restore()
+            numbers = [signal.Signals[name] for name in self._names]
+            self._handlers.install(filter(may_handle, numbers))
+        elif not self._is_one_of_many:
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
-        for name in self._names if threading.current_thread() is threading.main_thread() else ():
-            number = signal.Signals[name]
-            handler = signal.getsignal(number)
-            # None: a handler that Python did not set and cannot restore
-            if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
-                self._previous[number] = usual_handler(signal.signal(number, self._receive))
         parent = self.shutdown.parent  # its rollouts run in the main thread
         of_process = parent is not None and parent.handles_interrupt
-        self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._previous
+        self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._handlers.usual
         if self._setting is not None and not self._is_one_of_many:
             self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
         return self
@@ -475,15 +358,14 @@ class Preemption:
             host.detach()
         if self._watch is not None:
             self._watch.close()
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
+        numbers = list(self._handlers.usual)
+        self._handlers.restore()
         if not self.shutdown.is_requested:
-            handle_between_ranks(self._previous)
-            drain_pools(self._previous)
+            handle_between_ranks(numbers)
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}")
-        raise_again(self._received, self.shutdown)
+        raise_again(self._received)
         if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):
@@ -491,22 +373,14 @@ class Preemption:
 
     # when a signal comes -----------------------------------------------------------------------------------------
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process forked from this one: it has these handlers, but not the event loop
-            signal.signal(number, self._previous[number])
-            os.kill(os.getpid(), number)
-            return
+    def _receive(self, number: int) -> None:
         if number not in self._received:
             self._received.append(number)
         # A rank that fails drains already. Of a worker, the parent may ask that all end: another rank has failed, too.
         shutdown = self.shutdown
         is_first = not shutdown.is_stopping or (worker_slot() is not None and not shutdown.is_requested)
-        if self._is_pool_worker and not shutdown.is_requested:
-            spare(shutdown.drain_seconds + _GRACE)
         shutdown.request((self._notice if number == signal.SIGTERM else "") or signal.Signals(number).name)
-        if is_first or (self._is_pool_worker and number == signal.SIGTERM):
-            pass
-        elif shutdown.seconds > SAME_EVENT:
+        if not is_first and shutdown.seconds > SAME_EVENT:
             unnoticed = shutdown.is_unnoticed
             shutdown.fast_stop()
             if unnoticed:
@@ -520,15 +394,16 @@ class Preemption:
         if self.shutdown.is_requested:
             if self._received[:1] == [signal.SIGTERM]:
                 self.shutdown.cause = notice
-        elif signal.SIGTERM not in self._previous:
+        elif signal.SIGTERM not in self._handlers.usual:
             self.shutdown.request(notice)
         else:
-            # The handlers of Ray's actors, whose pools have workers, too, are not ours.
-            ours = worker_slot() is not None or (is_pool_worker() and os.environ.get("DATATROVE_EXECUTOR") == "LOCAL")
-            parent = multiprocess.parent_process() if ours else None
             logger.warning(f"This node goes away: {notice}.")
+            parent = multiprocess.parent_process()
             with suppress(ProcessLookupError):
-                os.kill(os.getpid() if parent is None else parent.pid, signal.SIGTERM)
+                if worker_slot() is None or parent is None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    os.kill(parent.pid, signal.SIGTERM)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -561,7 +436,7 @@ class Preemption:
     def _hand_on(self) -> int:
         """For a process whose main thread is blocked: calls the old handlers in this thread. Returns the exit code."""
         for number in self._received:
-            previous = self._previous.get(number)
+            previous = self._handlers.usual.get(number)
             if callable(previous) and previous is not signal.default_int_handler:
                 with suppress(BaseException), job_id_in_environment():
                     previous(number, None)
@@ -605,7 +480,7 @@ class Preemption:
         if not self.shutdown.is_requested:
             # The signal whose old handler requeues the job, as datatrove's Slurm executor has one. Of a worker, the
             # parent decides what follows.
-            usual = {number: self._previous.get(number, signal.getsignal(number)) for number in _REQUEUING}
+            usual = {number: self._handlers.usual.get(number, signal.getsignal(number)) for number in _REQUEUING}
             if worker_slot() is None:
                 self._received += [number for number, handler in usual.items() if callable(handler)][:1]
             self.shutdown.request(_TIME_LIMIT)

@@ -14,18 +14,14 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from types import FrameType
-from typing import Any
 
 from loguru import logger
 
-from datatrove_ckpt.process import pool_signals
 from datatrove_ckpt.process.job_launch import END
 
 _SCONTROL_TIMEOUT = 10.0  # seconds
@@ -46,6 +42,11 @@ def job_id() -> str | None:
     if array and task:
         return f"{array}_{task}"
     return os.environ.get("SLURM_JOB_ID")
+
+
+def in_slurm_task() -> bool:
+    """Whether this process is a task of datatrove's Slurm executor."""
+    return job_id() is not None and os.environ.get("DATATROVE_EXECUTOR") == "SLURM"
 
 
 @contextmanager
@@ -84,45 +85,6 @@ def _scontrol(*arguments: str) -> str:
     if done.returncode:
         raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
-
-
-# Several ranks in turn ------------------------------------------------------------------------------------------------
-
-
-class _BetweenRanks:
-    """Signal handler while no rank runs: requeues this array task, and only this one, and then does what is usual.
-
-    datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array, and SIGTERM has no handler: the job
-    of a task that is being preempted would count as failed.
-    """
-
-    def __init__(self, usual: Callable[[int, FrameType | None], object] | int) -> None:
-        self.usual = usual
-        self._pid = os.getpid()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, self.usual)
-        if self.usual is signal.SIG_DFL and os.getpid() == self._pid:  # not in a process that was forked from this one
-            requeue_if_preempted()
-        with job_id_in_environment():
-            signal.raise_signal(number)
-
-
-def handle_between_ranks(numbers: Iterable[int]) -> None:
-    """Call it in the main thread when a rank has ended. Does nothing but in a task of datatrove's Slurm executor."""
-    if job_id() is None or os.environ.get("DATATROVE_EXECUTOR") != "SLURM":
-        return
-    for number in numbers:
-        usual = signal.getsignal(number)
-        if usual is signal.SIG_DFL or (callable(usual) and usual is not signal.default_int_handler):
-            signal.signal(number, _BetweenRanks(usual))
-
-
-def usual_handler(handler: Any) -> Any:
-    """The handler without what ``handle_between_ranks`` or ``drain_pools`` added."""
-    if isinstance(handler, _BetweenRanks):
-        return handler.usual
-    return pool_signals.usual_handler(handler)
 
 
 # The time limit -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import fsspec.asyn
@@ -19,8 +18,9 @@ from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.pool_signals import die_with_parent
+from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import RankProgress, reporting_to
+from datatrove_ckpt.process.signals import Handlers
 from datatrove_ckpt.process.tasks import Tasks
 
 READY = "ready"
@@ -93,7 +93,9 @@ def work(
     die_with_parent(parent)
     # While signals are blocked: Python reports a loop that one interrupted in its making with a traceback of its own.
     fsspec.asyn.get_loop()
-    worker = _Worker(connection, numbers)
+    worker = _Worker(connection)
+    Handlers(worker.receive).install(numbers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     with reporting_to(worker.report, below_bar), gc_tuned():
         worker.serve(run, slot)
 
@@ -101,15 +103,12 @@ def work(
 class _Worker:
     """The tasks that the parent sends."""
 
-    def __init__(self, connection: Any, numbers: Sequence[int]) -> None:
+    def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._at_work: set[int] = set()
         self._has_failed = False  # as the parent knows
         self._stop_signal: int | None = None
         self._pid = os.getpid()
-        for number in numbers:
-            signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def serve(self, run: Work, slot: int) -> None:
         """Returns when the parent has no more tasks or is gone, a task has failed, or a signal came."""
@@ -174,11 +173,7 @@ class _Worker:
             if select.select([], [self._connection.fileno()], [], 0)[1]:
                 self._connection.send(Reported(rank, progress))
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # something that a task forked
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
+    def receive(self, number: int) -> None:
         self._stop_signal = number
         if self._at_work:
             self._at_work.clear()  # only once

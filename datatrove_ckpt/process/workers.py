@@ -26,13 +26,11 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn, Self
 
 from loguru import logger
@@ -43,20 +41,15 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE
-from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
 from datatrove_ckpt.process.shutdown import SAME_EVENT
+from datatrove_ckpt.process.signals import Handlers, in_main_thread, may_handle, raise_again
 from datatrove_ckpt.process.worker import CLOSED, READY, Reported, Work, work
 
 # Seconds that workers have to end after a second signal, and one that has nothing left to do but to end.
 _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
 _LONGEST_WAIT = 3600.0
-_KEPT = (signal.SIG_IGN, None)  # a signal that is ignored, as under nohup; a handler that Python cannot restore
-
-
-class Stopped(Exception):
-    """A signal stopped the workers. Raised by ``Workers.run`` once all of them have ended."""
 
 
 class _Process:
@@ -156,7 +149,7 @@ class Workers:
     def __post_init__(self) -> None:
         self.lost: dict[int, str] = {}
         self.signal: int | None = None
-        self._numbers = [number for number in sorted(set(self.numbers)) if signal.getsignal(number) not in _KEPT]
+        self._numbers = sorted(filter(may_handle, set(self.numbers)))
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
         self._deaths: Counter[int] = Counter()
@@ -167,34 +160,31 @@ class Workers:
         self._requests = 0
         self._to_pass_on: deque[int] = deque()
         self._came = 0.0
-        self._previous: dict[int, Any] = {}
+        self._handlers = Handlers(self._receive)
         self._previous_wakeup = -1
-        self._pid = os.getpid()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             # A signal interrupts no wait that is about to begin, and none of this thread if another thread gets it.
             self._previous_wakeup = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-            self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
+        self._handlers.install(self._numbers)
         return self
 
     def __exit__(self, *error: object) -> None:
         for worker in self._workers:
             worker.close()
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-        if threading.current_thread() is threading.main_thread():
+        self._handlers.restore()
+        if in_main_thread():
             signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._woken)
         os.close(self._wake)
 
     def run(self, tasks: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields each task that is done, with its result, as they finish.
+        """Yields each task that is done, with its result, as they finish. After a ``signal``, all tasks have drained.
 
         Raises:
-            Stopped: a signal came; all tasks have drained.
             WorkerDied: no worker could be started.
             Exception: of the first task that failed; the others have drained.
         """
@@ -208,9 +198,7 @@ class Workers:
             self._pass_on()  # after it: when no worker can be started, the running ones must hear of it
             self._kill_late()
             self._assign()
-        if self.signal is not None:
-            raise Stopped
-        if self._error is not None:
+        if self.signal is None and self._error is not None:
             raise self._error
 
     # workers ----------------------------------------------------------------------------------------------------------
@@ -342,11 +330,7 @@ class Workers:
 
     # signals ----------------------------------------------------------------------------------------------------------
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a fork of this process that has not set its own handlers
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
+    def _receive(self, number: int) -> None:
         now = time.monotonic()
         if self.signal is None:
             self.signal = number
@@ -398,9 +382,7 @@ def end_as(number: int) -> NoReturn:
     Raises:
         KeyboardInterrupt, SystemExit, Preempted, or whatever the handler raises.
     """
-    if usual_handler(signal.getsignal(number)) is signal.SIG_DFL:
-        raise SystemExit(128 + number)
-    signal.raise_signal(number)
+    raise_again([number])
     raise Preempted(f"Stopped by {signal.Signals(number).name}. Run the same command again to resume.")
 
 

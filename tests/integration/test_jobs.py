@@ -221,14 +221,11 @@ def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_t
 
 
 def test_a_signal_to_a_scripts_coordinator_is_an_interruption() -> None:
-    """A step of the script has set a handler that ends any program without a pool."""
     program = """
 import os, signal
-from datatrove_ckpt.executors.jobs import _sigterm_interrupts
-from datatrove_ckpt.process.pool_signals import drain_pools
-drain_pools([signal.SIGTERM])
+from datatrove_ckpt.process.signals import Interruption
 try:
-    with _sigterm_interrupts():
+    with Interruption([signal.SIGTERM]):
         os.kill(os.getpid(), signal.SIGTERM)
 except KeyboardInterrupt:
     print("interrupted")

@@ -269,7 +269,6 @@ if __name__ == "__main__":
     [
         ("ours", 1),
         ("ours", 2),
-        ("datatroves", 2),
         ("datatroves", 1),
     ],
 )

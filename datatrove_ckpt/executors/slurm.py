@@ -16,10 +16,9 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.slurm import launch_slurm_job, requeue_handler
@@ -65,7 +64,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def __init__(
         self,
-        pipeline: list[PipelineStep | Callable[..., Any]],
+        pipeline: list[PipelineStep | Callable[..., object]],
         tasks: int,
         time: str,
         partition: str,
@@ -79,7 +78,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         env_command: str | None = None,
         condaenv: str | None = None,
         venv_path: str | None = None,
-        sbatch_args: dict[str, Any] | None = None,
+        sbatch_args: Mapping[str, object] | None = None,
         depends: DatatroveExecutor | None = None,
         depends_job_id: str | None = None,
         job_id_position: int = -1,
@@ -93,7 +92,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         mail_type: str = "ALL",
         mail_user: str | None = None,
         requeue: bool = True,
-        srun_args: dict[str, Any] | None = None,
+        srun_args: Mapping[str, object] | None = None,
         with_srun: bool = True,
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
@@ -131,8 +130,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def pulls(self) -> bool:
         """Whether elements take tasks by themselves."""
         return self.nodes_per_task == 1 and self.skip_completed
-
-    # in a job ------------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         if not self.pulls:
@@ -176,8 +173,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             )
         return CkptError(f"{text} Run the same command again: it submits workers for them.")
 
-    # submission ----------------------------------------------------------------------------------------------------
-
     def launch_job(self) -> None:
         os.environ[LAUNCH] = uuid.uuid4().hex  # sbatch passes it on
         tasks = len(self.get_incomplete_ranks())
@@ -186,7 +181,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         super().launch_job()
 
     def count_elements(self, tasks: int) -> int:
-        """How many elements the array gets for so many tasks."""
+        """Returns how many elements the array gets for ``tasks``."""
         most = _MOST_WORKERS
         if self.workers > 0:
             most = self.workers
@@ -195,8 +190,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return elements
         return math.ceil(tasks / math.ceil(tasks / elements))  # datatrove deals out as many tasks to each, but the last
 
-    def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
-        arguments: dict[str, Any] = super().get_sbatch_args(max_array)
+    def get_sbatch_args(self, max_array: int = 1) -> dict[str, object]:
+        arguments: dict[str, object] = super().get_sbatch_args(max_array)
         arguments["array"] = f"0-{self.count_elements(max_array) - 1}"
         return arguments
 
@@ -208,7 +203,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             arguments.pop(name, None)
         logs = f"{self.slurm_logs_folder}/%j.out"
         arguments |= {"cpus-per-task": 1, "nodes": 1, "output": logs, "error": logs}
-        # Dealt tasks have only the ends of their elements to tell that they ran: a retry is marked as complete before.
+        # Only the ends of the elements show that dealt tasks ran: a retry is marked as complete before.
         kind = "afterany" if self.pulls else "afterok"
         arguments["dependency"] = f"{kind}:{self.array_id}"
         command = f"{_LAST_JOB}=1 launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"
@@ -233,7 +228,7 @@ class _Worker(LocalPipelineExecutor):
 
 @contextmanager
 def _saying_errors() -> Iterator[None]:
-    """Ends a job with the message of an error of ours, and its exit code."""
+    """Ends a job with the message and the exit code of an error of ours."""
     try:
         yield
     except Exception as error:

@@ -59,7 +59,6 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import enough_open_files
-from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import steps_before
@@ -88,7 +87,6 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
         preemption.check_time_limit()
         check_output_of_rank(step.output_writer, () if step.retry_dead_letters else data or (), world_size)
-        die_with_parent()
         nodes = Nodes.from_environment()
         if nodes.count > 1 and len(models) > 1:
             names = ", ".join(step.models)

@@ -1,8 +1,7 @@
 """Kills a worker process whose parent has died: its tasks must be free for the next run.
 
-Ray kills an actor with SIGKILL. The workers of the actor's pool survive, and Ray gives the rank to another actor at
-once. A surviving worker would hold the rank's lock, and its server the GPUs, for a result that nothing takes. So the
-worker gets SIGKILL, too, without a drain. Answers are already saved.
+Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A surviving worker of the actor's pool
+would hold the rank's lock, and its server the GPUs, for a result that nothing takes. Answers are already saved.
 """
 
 from __future__ import annotations
@@ -26,25 +25,16 @@ def is_pool_worker() -> bool:
     return "PoolWorker" in str(multiprocess.current_process().name)
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Lets SIGKILL end this worker process as soon as its parent is gone.
-
-    Args:
-        parent: process id. None: that of a pool's worker; then this does nothing in any other process, or if the parent
-            is watched already.
-    """
-    process = multiprocess.parent_process()
-    if parent is None:
-        watched = any(thread.name == _THREAD_NAME for thread in threading.enumerate())
-        if not is_pool_worker() or process is None or watched:
-            return
-        parent = process.pid
-    assert process is not None
-    wait: Callable[[], object] = process.join
+def die_with_parent() -> None:
+    """Lets SIGKILL end this worker process as soon as its parent is gone."""
+    parent = multiprocess.parent_process()
+    if parent is None or any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
+        return
+    wait: Callable[[], object] = parent.join
     if sys.platform == "linux":  # multiprocess watches a pipe, which other workers may hold open
         try:
             poll = select.poll()  # select() takes no descriptor beyond 1,023
-            poll.register(os.pidfd_open(parent), select.POLLIN)
+            poll.register(os.pidfd_open(parent.pid), select.POLLIN)
             wait = poll.poll
         except ProcessLookupError:
             os._exit(1)

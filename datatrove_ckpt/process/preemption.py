@@ -1,4 +1,4 @@
-"""Temporary signal handlers: drain, save, restore the old handler, re-raise.
+"""Stops a rank early, and then gives the signals that stopped it their usual effect.
 
     first signal, or Slurm's time limit is near    no new document or request starts; requests in flight have
                                                    ``drain_seconds`` to be answered
@@ -6,28 +6,12 @@
     then                                           everything is saved, the server stops, the old handlers are restored,
                                                    and the signals are raised again for them
 
-Raised again, a signal has its usual effect (``raise_again``): datatrove's Slurm executor requeues its job, SIGINT
-becomes KeyboardInterrupt, SIGTERM becomes SystemExit. If the re-raised signal does not end the process, raise
-``Preempted``: an early end must never look like a finished rank.
-
-One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a signal
-within ``SAME_EVENT`` seconds of the first one is no second signal.
+If the raised signals do not end the process, ``Preempted`` is raised: an early end must never look like a finished
+rank. One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a
+signal within ``SAME_EVENT`` seconds of the first one is no second signal.
 
 The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop first, and could not
-restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
-
-``LoopWatch`` ends a process that was asked to stop and whose event loop does not end.
-
-A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows KeyboardInterrupt, holds the main
-thread: no drain can end, and no signal is handed on. Then a thread of ours waits until everything that was handed over
-is on the disk, calls the old handlers (they may requeue the job), and ends the process with ``os._exit``. A run
-survives that like ``kill -9``: locks go with the process, servers end with their runner, nothing is marked complete.
-
-The same happens where the loop runs and does not come to its end, for example because an async generator of a rollout
-does not. While servers stop and the checkpoint is closed, no time counts: they limit it themselves, and a disk may be
-slow (``Shutdown.closing``).
-
-A loop that is only left behind by rollouts that ignore their cancellation is not blocked: see ``event_loop.py``.
+restore the handler that it replaced.
 """
 
 from __future__ import annotations
@@ -52,7 +36,7 @@ from loguru import logger
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
-from datatrove_ckpt.process.parent_watch import is_pool_worker
+from datatrove_ckpt.process.parent_watch import die_with_parent, is_pool_worker
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
 from datatrove_ckpt.process.signals import (
@@ -72,15 +56,12 @@ from datatrove_ckpt.process.slurm_job import (
 )
 from datatrove_ckpt.process.worker import worker_slot
 
-# Preemption notices: a command or a cloud says that this node goes away soon. It is taken as a SIGTERM.
+# Preemption notices: this node goes away soon. A notice is taken as a SIGTERM.
 #
-#     command    it ends with exit code 0
-#     cloud      the address on which the cloud tells its virtual machines:
-#                aws      spot/instance-action, with a token (IMDSv2)
-#                gcp      instance/preempted says TRUE
-#                azure    a scheduled event of this machine that ends it
-#
-# A thread asks, never the event loop. What cannot be asked is logged once, and asked again: the run goes on.
+#     command    ends with exit code 0
+#     aws        spot/instance-action, with a token (IMDSv2)
+#     gcp        instance/preempted is TRUE
+#     azure      a scheduled event of this machine that ends it
 
 
 Setting: TypeAlias = Mapping[str, str | Sequence[str]]
@@ -119,10 +100,10 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
 
 
 class NoticeWatch:
-    """Asks for a notice until there is one, or until ``close``: at once, every few seconds, and at a request to stop.
+    """Polls for a notice in a thread, until there is one or ``close``: every few seconds, and at a request to stop.
 
     Args:
-        came: called in the thread with what the notice is, once.
+        came: called once, in the thread, with the text of the notice.
     """
 
     def __init__(self, setting: Setting, shutdown: Shutdown, came: Callable[[str], object]) -> None:
@@ -158,7 +139,7 @@ class NoticeWatch:
                     return
 
     def _ask(self) -> str | None:
-        """What the notice says, perhaps nothing. None: there is none."""
+        """Returns the text of the notice, which may be empty; None without a notice."""
         if self._kind == "command":
             return self._run(self._value)
         assert isinstance(self._value, str)
@@ -177,10 +158,10 @@ class NoticeWatch:
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """The text of an answer; None: status 204 or 404. Past any proxy: such addresses are the node's own.
+    """Returns the text of an answer; None for status 204 or 404. Uses no proxy: such addresses are the node's own.
 
     Raises:
-        OSError: it cannot be reached, or answers with another status.
+        OSError: the address cannot be reached, or answers with another status.
     """
     from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener
@@ -237,10 +218,15 @@ _AGAIN = 0.2
 
 
 class LoopWatch:
-    """Watches one rank's event loop from the moment a stop is requested until ``close``.
+    """Ends a process that was asked to stop, and whose event loop does not end before ``close``.
+
+    A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows KeyboardInterrupt, holds the main
+    thread; an async generator may never end. Then a thread waits until everything is on the disk, calls the old
+    handlers, which may requeue the job, and ends the process. A run survives that like ``kill -9``.
+
+    While servers stop and the checkpoint is closed, no time counts: they limit it themselves, and a disk may be slow.
 
     Args:
-        shutdown: what was asked for.
         save: returns when everything that was handed over is on the disk.
         hand_on: calls the signal's old handlers; returns the exit code.
     """
@@ -259,7 +245,6 @@ class LoopWatch:
             _thread.start_new_thread(self._watch, ())
 
     def close(self) -> None:
-        """The event loop has ended."""
         self._closed = True
 
     def _watch(self) -> None:
@@ -298,7 +283,7 @@ _REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def has_time_for(drain_seconds: float, seconds: float) -> bool:
-    """Whether what takes so long can end before the last drain of this job. The first rank of a process may start."""
+    """Whether work of so many seconds can end before the last drain of this job. True for the first rank."""
     return not is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
 
 
@@ -307,11 +292,7 @@ class Preemption:
 
     Args:
         signals: names of the signals to handle.
-        drain_seconds: see ``Shutdown``.
-        notice: ``preemption_notice``, see below.
-
-    Attributes:
-        shutdown: what the signals ask for.
+        notice: ``preemption_notice``.
 
     Raises:
         Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See ``raise_again``.
@@ -328,12 +309,11 @@ class Preemption:
         self._interruptible = False
         self._is_one_of_many = rank_of_many() is not None
 
-    # set the handlers, restore them, raise again ------------------------------------------------------------------
-
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
             host.attach(self.shutdown)
         if is_pool_worker():
+            die_with_parent()
             logger.info(
                 "This rank runs in a worker of multiprocessing's pool: signals end it like kill -9, without a drain. "
                 "With datatrove_ckpt.LocalPipelineExecutor, ranks drain."
@@ -389,7 +369,7 @@ class Preemption:
             raise KeyboardInterrupt
 
     def _notice_came(self, notice: str) -> None:
-        """In a thread. Workers tell their parent: all its ranks must stop, and none may start again."""
+        """Requests a stop. A worker signals its parent: all its ranks must stop, and none may start again."""
         self._notice = notice
         if self.shutdown.is_requested:
             if self._received[:1] == [signal.SIGTERM]:
@@ -407,7 +387,7 @@ class Preemption:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Around slow code that may be cut off anywhere: any handled signal raises KeyboardInterrupt in it."""
+        """Lets handled signals raise KeyboardInterrupt in slow code that may be cut off anywhere."""
         self._interruptible = True
         try:
             if self.shutdown.is_requested:
@@ -418,11 +398,7 @@ class Preemption:
 
     @contextmanager
     def watched(self, save: Callable[[], None]) -> Iterator[None]:
-        """Around the event loop: if it is blocked when a stop is requested, the process saves and ends all the same.
-
-        Args:
-            save: returns when everything that was handed over is on the disk.
-        """
+        """Watches the event loop that runs in this block; see ``LoopWatch``."""
         host = host_loop()
         if host is not None:  # the loop and the process are not ours to end
             with host.saving(save):
@@ -434,7 +410,7 @@ class Preemption:
             yield
 
     def _hand_on(self) -> int:
-        """For a process whose main thread is blocked: calls the old handlers in this thread. Returns the exit code."""
+        """Calls the old handlers in this thread: the main thread is blocked. Returns the exit code."""
         for number in self._received:
             previous = self._handlers.usual.get(number)
             if callable(previous) and previous is not signal.default_int_handler:
@@ -447,8 +423,6 @@ class Preemption:
             return 128 + self._received[0]
         return 1
 
-    # on the event loop -------------------------------------------------------------------------------------------
-
     async def watch_time_limit(self) -> None:
         """Requests a stop early enough before Slurm ends the job."""
         if self._is_one_of_many:
@@ -460,10 +434,9 @@ class Preemption:
         self.stop_for_time_limit()
 
     def check_time_limit(self) -> None:
-        """Before a rank starts anything: an earlier rank of this process may have left it no time.
-
+        """
         Raises:
-            Preempted: the time is up.
+            Preempted: an earlier rank of this process has left this rank no time.
         """
         if not self._is_one_of_many and is_time_up(self.shutdown.drain_seconds + _MARGIN_SECONDS):
             self.stop_for_time_limit()
@@ -471,15 +444,13 @@ class Preemption:
             self.shutdown.raise_preempted()
 
     def stop_before(self, end: float | None, reserve: float) -> None:
-        """Requests a stop if the job's time, as ``slurm_deadline`` says it, ends within ``reserve`` seconds."""
+        """Requests a stop if the job ends (``slurm_deadline``) within ``reserve`` seconds."""
         if end is not None and time.time() >= stop_time(end, reserve):
             self.stop_for_time_limit()
 
     def stop_for_time_limit(self) -> None:
-        """Requests a stop, as the signal does whose handler requeues the job."""
         if not self.shutdown.is_requested:
-            # The signal whose old handler requeues the job, as datatrove's Slurm executor has one. Of a worker, the
-            # parent decides what follows.
+            # As if the signal had come whose old handler requeues the job. For a worker, its parent does that.
             usual = {number: self._handlers.usual.get(number, signal.getsignal(number)) for number in _REQUEUING}
             if worker_slot() is None:
                 self._received += [number for number, handler in usual.items() if callable(handler)][:1]

@@ -1,21 +1,17 @@
-"""Sets, restores and raises again the signal handlers of this process. No other module does.
+"""Sets and restores the handlers of signals that stop ranks, and raises the signals again. No other module does.
 
     a rank                 drains, then gives each signal its usual effect         ``preemption.py``
     worker processes       the parent passes signals on, a worker ends its tasks   ``workers.py``, ``worker.py``
     between two ranks      a task of Slurm is requeued, then the usual effect      ``handle_between_ranks``
     a command              ends with one line                                      ``Interruption``
 
-These may be nested: the usual handler of an inner one is that of the outer one, and at last the user's or Python's.
+They nest: the usual handler of an inner one is the outer one's, and at last the user's or Python's. The usual effect
+of a signal (``raise_again``) is a call of the user's handler, as datatrove's requeue handler. Where the default action
+would kill, it is SystemExit(128 + n), so that the ``finally`` blocks above run: datatrove's executor ends its manager
+process there, which would otherwise stay forever.
 
-The usual effect of a signal, once a rank has drained, or all workers have (``raise_again``):
-
-    a handler of the user          is called, as datatrove's requeue handler
-    the default, which kills       SystemExit(128 + n), so that the ``finally`` blocks above run: datatrove's executor
-                                   ends its manager process there, which would otherwise stay forever
-
-In a worker of multiprocessing's pool, as datatrove's executor has it, no signal is handled: it ends the worker as
-``kill -9`` does. CPython's pool waits without end for the result of a worker that ends by itself, and its ``terminate``
-waits for workers that do not end.
+A worker of multiprocessing's pool, as datatrove's executor has it, handles no signal: CPython's pool waits without end
+for the result of a worker that ends by itself, and its ``terminate`` waits for workers that do not end.
 """
 
 from __future__ import annotations
@@ -54,10 +50,9 @@ def may_handle(number: int) -> bool:
 
 
 class Handlers:
-    """Handles signals from ``install`` to ``restore``. Does nothing in other threads than the main one.
+    """Handles signals from ``install`` to ``restore``. Does nothing in other threads than the main thread.
 
-    A process that is forked meanwhile has these handlers, but nothing of what they act on. There, a signal has its
-    usual effect.
+    In a process that is forked meanwhile, a signal has its usual effect.
 
     Args:
         receive: called with the number of a signal.
@@ -91,8 +86,6 @@ class Handlers:
 
 class Interruption:
     """Lets signals that would end this process on the spot raise KeyboardInterrupt in a ``with`` block.
-
-    Whatever ends in good order on Ctrl-C does so on these, too.
 
     Attributes:
         number: the signal that came.
@@ -153,9 +146,6 @@ def end_by(number: int) -> NoReturn:
     os._exit(128 + number)  # the signal is blocked or handled, or another thread takes its time
 
 
-# With ``tasks_per_job``, one process of Slurm runs several ranks in turn.
-
-
 def _receive_between_ranks(number: int) -> None:
     between_ranks.restore()
     if signal.getsignal(number) is signal.SIG_DFL:
@@ -168,7 +158,7 @@ between_ranks = Handlers(_receive_between_ranks)
 
 
 def handle_between_ranks(numbers: Iterable[int]) -> None:
-    """Installs ``between_ranks`` in a task of datatrove's Slurm executor, whose rank has ended.
+    """Installs ``between_ranks`` in a task of datatrove's Slurm executor, which may run several ranks in turn.
 
     datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array, and SIGTERM has no handler: the job
     of a task that is being preempted would count as failed.

@@ -2,11 +2,8 @@
 
 Preemption with a grace time sends SIGTERM to the step alone, and requeues the job when that time is over. A step that
 ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed job: the task must request it. But not
-after every SIGTERM: after ``scancel``, the request would restart a cancelled job. The job's record tells the two apart:
-only a job that is being preempted has a PreemptTime and is still running.
-
-With ``tasks_per_job``, one process runs several ranks in turn. They share the job's time limit, and a signal may come
-while no rank runs.
+after ``scancel``, whose job the request would restart: only a job that is being preempted has a PreemptTime and still
+runs.
 """
 
 from __future__ import annotations
@@ -32,10 +29,9 @@ _first_asked: dict[float, float] = {}
 
 
 def job_id() -> str | None:
-    """The name of this job for Slurm's commands, "17_3" in an array. None outside of Slurm.
+    """Returns the name of this job for Slurm's commands, "17_3" in an array. None outside of Slurm.
 
-    SLURM_JOB_ID is not used in an array: the last task of array 17 has SLURM_JOB_ID=17, and to Slurm's commands 17
-    means the whole array.
+    The last task of array 17 has SLURM_JOB_ID=17, which means the whole array to Slurm's commands.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
@@ -65,7 +61,6 @@ def job_id_in_environment() -> Iterator[None]:
 
 
 def requeue_if_preempted() -> None:
-    """Requeues this job if Slurm is preempting it."""
     job = job_id()
     if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task of the step is enough
         return
@@ -91,17 +86,17 @@ def _scontrol(*arguments: str) -> str:
 
 
 def stop_time(end: float, reserve: float) -> float:
-    """When ranks must stop in a job that ends at ``end``, with ``reserve`` seconds for it. Since the epoch.
+    """Returns when ranks must stop in a job that ends at ``end``, both in seconds since the epoch.
 
-    At least half of a short time is for work. Else such a job would be requeued again and again without progress. It is
-    half of the time since this process's first rank: a later rank must not start a server seconds before the end.
+    At least half of the time since this process's first rank is for work, however short it is. Else such a job would be
+    requeued again and again without progress.
     """
     start = _first_asked.setdefault(end, time.time())
     return end - min(reserve, (end - start) / 2)
 
 
 def is_time_up(reserve: float) -> bool:
-    """Whether a rank that starts now must stop at once. False for the first rank of a process. Does not ask Slurm."""
+    """Whether a rank that starts now must stop at once. False for the first rank of a process. Calls no command."""
     end = _known_end()
     if end is None and _first_asked and job_id() is not None:
         end = list(_first_asked)[-1]
@@ -115,7 +110,7 @@ def _known_end() -> float | None:
 
 
 async def slurm_deadline() -> float | None:
-    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if Slurm does not say."""
+    """Returns when Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if that is unknown."""
     if (end := _known_end()) is not None:
         return end
     job = job_id()

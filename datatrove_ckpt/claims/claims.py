@@ -229,8 +229,7 @@ class Claims:
     def given_up(self) -> dict[int, str]:
         """Returns the ranks that are given up, each with its cause."""
         with self._guard:
-            marks = self._store.look().current().values()
-            return {mark.rank: _record(self._store, mark).why for mark in marks if self._is_given_up(mark)}
+            return given_up(self._store, self._given_up_prefix)
 
     def others(self) -> list[Claimant]:
         """Returns the other processes that are alive."""
@@ -312,10 +311,14 @@ class Claims:
         self._taken_at[rank] = time.monotonic()
         return True
 
-    def _is_given_up(self, mark: Mark) -> bool:
+    @property
+    def _given_up_prefix(self) -> str:
         if self._is_worker:
-            return mark.owner == self._given_up
-        return mark.owner.startswith(GIVEN_UP)
+            return self._given_up
+        return GIVEN_UP
+
+    def _is_given_up(self, mark: Mark) -> bool:
+        return mark.owner.startswith(self._given_up_prefix)
 
     def _let_go(self, rank: int, record: Record) -> None:
         mark, _ = self._held.pop(rank)
@@ -354,21 +357,15 @@ class Claims:
     def _beat(self) -> None:
         while not self._closed.wait(self._store.beat_seconds):
             try:
-                self._beat_once()
-                self._look_for_others()
+                self._beat_once(self._store.beat)
+                self._beat_once(self._incomplete)  # shows what others have completed, while this process takes no rank
             except Exception as error:  # of a store's library, too: without beats, others would take its ranks
                 logger.warning(f"The beat of this process's claims failed: {error}. Other workers may take its tasks.")
 
-    def _beat_once(self) -> None:
+    def _beat_once(self, action: Callable[[], object]) -> None:
         with self._guard:
             if not self._closed.is_set():  # while it waited for the guard
-                self._store.beat()
-
-    def _look_for_others(self) -> None:
-        """Shows what other processes have completed, while this process takes no rank."""
-        with self._guard:
-            if not self._closed.is_set():
-                self._incomplete()
+                action()
 
 
 @contextmanager
@@ -393,10 +390,10 @@ def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
     ]
 
 
-def given_up(store: ClaimReader) -> dict[int, str]:
+def given_up(store: ClaimReader, prefix: str = GIVEN_UP) -> dict[int, str]:
     """Returns the ranks that any launch has given up, each with its cause."""
     marks = store.look().current().values()
-    return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(GIVEN_UP)}
+    return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(prefix)}
 
 
 def _record(store: ClaimReader, mark: Mark) -> Record:

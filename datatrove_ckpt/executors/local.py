@@ -138,7 +138,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         """
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
 
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        runners = self._runners
         if not runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
         if self.workers == 1:  # other workers have loops of their own
@@ -281,16 +281,19 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _screen(self, ranks: int, complete: int, stats: PipelineStats) -> Screen | nullcontext[None]:
         from datatrove_ckpt.generation.final_stats import finished_documents
 
-        intervals = [step.config.metric_interval for step in self.pipeline if isinstance(step, InferenceRunner)]
-        if not intervals:
+        if not self._runners:
             return nullcontext()
-        return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), min(intervals))
+        interval = min(runner.config.metric_interval for runner in self._runners)
+        return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), interval)
+
+    @property
+    def _runners(self) -> list[InferenceRunner]:
+        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
 
     @property
     def _may_have_workers(self) -> bool:
         """Whether processes may safely take ranks of this run by themselves (``run_worker``)."""
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-        if not runners or any(runner.checkpoints_local_dir is None for runner in runners):
+        if not self._runners or any(runner.checkpoints_local_dir is None for runner in self._runners):
             return False
         from datatrove_ckpt.mirror.object_store import bucket_for
 
@@ -329,7 +332,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         alone = self._most_at_once == 1
         attempts = self.max_rank_attempts
-        drains = (step.drain_seconds for step in self.pipeline if isinstance(step, InferenceRunner))
+        drains = (runner.drain_seconds for runner in self._runners)
         has_time = partial(has_time_for, max(drains, default=0.0))
         reached = self._reached
         return closing(Claims(store, owner, incomplete, reached, attempts, alone, has_time, self._is_worker))
@@ -337,11 +340,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _reached(self, rank: int) -> Progress:
         from datatrove_ckpt.claims.progress import local_progress, mirrored_progress
 
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-        urls = [runner.checkpoints_remote_dir for runner in runners if runner.checkpoints_remote_dir is not None]
+        urls = [runner.checkpoints_remote_dir for runner in self._runners if runner.checkpoints_remote_dir is not None]
         if urls:
             return mirrored_progress([f"{url}/{rank:05d}" for url in urls])
-        return local_progress([rank_folder(runner.checkpoints_root, rank) for runner in runners])
+        return local_progress([rank_folder(runner.checkpoints_root, rank) for runner in self._runners])
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.
@@ -480,7 +482,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     @property
     def _most_at_once(self) -> int:
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        runners = self._runners
         if len(runners) != 1 or not runners[0].may_share_servers:  # of several, each needs the GPUs in its turn
             return 1
         if self.ranks_at_once is not None:
@@ -512,12 +514,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 else:
                     in_turn(run, ranks)
         finally:
-            _close_servers()
+            from datatrove_ckpt.inference.servers.warm import close_warm_servers
+
+            close_warm_servers()
 
     def _overlap(self, ranks: Tasks, run: Callable[[int], PipelineStats | None], slot: int) -> None:
         from datatrove_ckpt.inference.servers.host import ServerHost
 
-        (runner,) = (step for step in self.pipeline if isinstance(step, InferenceRunner))
+        (runner,) = self._runners
         if runner.checkpoints_local_dir is not None:
             seconds = runner.drain_seconds
         else:
@@ -534,7 +538,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
         if self.start_method == "fork":
             import_module(_RANK)  # once, and not in each worker
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        runners = self._runners
         numbers = {*STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
         # Pickled for every start method: each rank gets a copy of its own.
         kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
@@ -620,12 +624,6 @@ def _own_listings(folder: DataFolder) -> DataFolder:
     return DataFolder(folder.path, fs=own)
 
 
-def _close_servers() -> None:
-    from datatrove_ckpt.inference.servers.warm import close_warm_servers
-
-    close_warm_servers()
-
-
 def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:
     """Before anything is paid for.
 
@@ -634,7 +632,7 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
     """
     from datatrove_ckpt.checkpoint.identity import compare
 
-    runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    runners = executor._runners
     kept = [runner for runner in runners if runner.checkpoints_local_dir is not None]
     for runner, parents in zip(kept, identities, strict=True):
         if changes := compare(parents.kept, runner.identity(executor.world_size)):

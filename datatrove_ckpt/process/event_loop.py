@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.process.screen import leave_terminal
+from datatrove_ckpt.process.screen import exit_now
 
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
 _polls: set[int] = set()
@@ -125,9 +125,8 @@ def end_fork(pid: int, error: BaseException | None = None) -> None:
     code = 1
     try:
         code = _exit_code(error)
-        leave_terminal()
     finally:
-        os._exit(code)
+        exit_now(code)
 
 
 def _exit_code(error: BaseException | None) -> int:
@@ -169,8 +168,7 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
 def exit_past_threads(code: int) -> None:
     """Ends the process if a rank has left something behind: Python would wait for its threads."""
     if left_behind:
-        leave_terminal()
-        os._exit(code)
+        exit_now(code)
 
 
 def _fastest() -> Callable[[], asyncio.AbstractEventLoop] | None:

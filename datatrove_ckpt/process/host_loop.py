@@ -35,7 +35,6 @@ class HostLoop:
         shutdown: of the process, if several ranks share the loop.
 
     Attributes:
-        cancellations: how often the caller has cancelled the rank.
         has_admitted: the rank has handed out all its documents.
         save: returns when everything that the rank has handed over is on the disk.
         is_open: the rank processes documents, or closes its files. Before that it has nothing to save.
@@ -53,12 +52,11 @@ class HostLoop:
         self.order = order
         self.rank = rank
         self._parent = shutdown
-        self.cancellations = 0
         self.has_admitted = False
         self.save: Callable[[], None] | None = None
         self.is_open = False
         self._loop = loop
-        self._cause = _CAUSE
+        self._cause = ""
         self._shutdown: Shutdown | None = None
         self._is_fast = False
         self._closings = ExitStack()
@@ -73,7 +71,7 @@ class HostLoop:
             return asyncio.run_coroutine_threadsafe(main, self._loop).result()
         except concurrent.futures.CancelledError:
             assert self._shutdown is not None
-            self._shutdown.request(self._cause)
+            self._shutdown.request(self._cause or _CAUSE)
             self._shutdown.fast_stop()
             self._shutdown.raise_preempted()
 
@@ -112,19 +110,16 @@ class HostLoop:
 
     def cancel(self) -> None:
         """Lets the rank drain. A second call ends the drain. On the caller's loop."""
-        self.cancellations += 1
-        self._is_fast = self.cancellations > 1 or self.is_stopping
-        self._pass_on()
+        self.stop(_CAUSE, self._cause != "" or self.is_stopping)
 
     def stop(self, cause: str, is_fast: bool) -> None:
         """Lets the rank drain for another reason. In any thread, or in a signal handler."""
         self._cause = cause
-        self.cancellations = max(1, self.cancellations)
         self._is_fast = is_fast
         self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._shutdown is not None and self.cancellations:
+        if self._shutdown is not None and self._cause:
             self._shutdown.request(self._cause)
             if self._is_fast:
                 self._shutdown.fast_stop()

@@ -37,7 +37,7 @@ from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.parent_watch import die_with_parent, is_pool_worker
-from datatrove_ckpt.process.screen import leave_terminal
+from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
 from datatrove_ckpt.process.signals import (
     Handlers,
@@ -256,24 +256,16 @@ class LoopWatch:
                 self._end()
 
     def _end(self) -> None:
-        code = [1]
-
-        def finish() -> None:
-            with suppress(BaseException):
-                self._save()
-            logger.error(
-                "This rank was asked to stop, and a rollout keeps its event loop from ending: it computes without end, "
-                "calls time.sleep, or has an async generator or a thread that does not end. Everything that is "
-                "finished is saved, and the process ends now. Run the same command again to resume."
-            )
-            code[0] = self._hand_on()
-
-        # In a thread, because the main thread may hold a lock, of the log for example.
-        thread = threading.Thread(target=finish, daemon=True)
-        thread.start()
-        thread.join(_SAVE)
-        leave_terminal()
-        os._exit(code[0])
+        # The main thread may hold a lock, of the log for example.
+        threading.Timer(_SAVE, exit_now, [1]).start()
+        with suppress(BaseException):
+            self._save()
+        logger.error(
+            "This rank was asked to stop, and a rollout keeps its event loop from ending: it computes without end, "
+            "calls time.sleep, or has an async generator or a thread that does not end. Everything that is "
+            "finished is saved, and the process ends now. Run the same command again to resume."
+        )
+        exit_now(self._hand_on())
 
 
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
@@ -438,7 +430,7 @@ class Preemption:
         Raises:
             Preempted: an earlier rank of this process has left this rank no time.
         """
-        if not self._is_one_of_many and is_time_up(self.shutdown.drain_seconds + _MARGIN_SECONDS):
+        if not self._is_one_of_many and not has_time_for(self.shutdown.drain_seconds, 0.0):
             self.stop_for_time_limit()
             logger.warning(f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it.")
             self.shutdown.raise_preempted()

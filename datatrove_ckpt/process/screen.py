@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, NamedTuple, NoReturn, Self, TextIO
 
 import multiprocess
 from loguru import logger
@@ -471,6 +471,13 @@ def leave_terminal() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
+
+
+def exit_now(code: int) -> NoReturn:
+    try:
+        leave_terminal()
+    finally:
+        os._exit(code)
 
 
 def _after_fork() -> None:

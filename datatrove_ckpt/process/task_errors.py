@@ -22,8 +22,12 @@ from datatrove_ckpt.errors import CkptError, Preempted, causes
 
 _DATATROVE = "datatrove.executor"
 _ROUTINE = (
-    *(_DATATROVE, "datatrove.utils", "datatrove.pipeline.readers"),
-    *("datatrove_ckpt.generation", "datatrove_ckpt.mirror", "datatrove_ckpt.readers"),
+    _DATATROVE,
+    "datatrove.utils",
+    "datatrove.pipeline.readers",
+    "datatrove_ckpt.generation",
+    "datatrove_ckpt.mirror",
+    "datatrove_ckpt.readers",
 )
 _WARNING = logger.level("WARNING").no
 _said_later = False

@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
 from datatrove_ckpt.mirror import object_store
-from datatrove_ckpt.process import preemption
+from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import crash_at
 from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
@@ -58,7 +58,7 @@ def documents(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def _the_tests_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that a signal ends is killed seconds later if threads hold it; here it runs the other tests, too."""
-    monkeypatch.setattr(preemption, "_call_later", lambda *arguments: None)
+    monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)
 
 
 @pytest.fixture

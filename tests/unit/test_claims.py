@@ -370,7 +370,7 @@ def test_a_process_whose_file_a_power_loss_has_cut_has_no_name(tmp_path: Path) -
 def test_no_beat_comes_after_the_end(job: Job, tmp_path: Path) -> None:
     process = Process(job, runs_all=True)
     process.claims.close()
-    process.claims._beat_once()
+    process.claims._beat_once(process.claims._store.beat)
     assert Process(job).claims.others() == []
     assert not (tmp_path / "claims" / "workers" / process.owner).exists()
 

@@ -199,31 +199,25 @@ class Shutdown:
 
     async def requested(self) -> None:
         """Returns once the rank is to stop."""
-        loop = asyncio.get_running_loop()
-        noticed = asyncio.Event()
-
-        def notice() -> None:
-            if self.is_stopping:
-                self._unnoticed = False
-                noticed.set()
-
         self._unnoticed = True
         try:
-            with self.calling(lambda: call_soon(loop, notice)):
-                notice()
-                await noticed.wait()
+            await self._until(lambda: self.is_stopping)
         finally:
             self._unnoticed = False
 
     async def failed(self) -> NoReturn:
         """Raises the failure of the rank, once its drain is over."""
-        loop = asyncio.get_running_loop()
-        failed = asyncio.Event()
-        with self.calling(lambda: call_soon(loop, failed.set)):
-            while self.failure is None or not self.aborted:
-                failed.clear()
-                await failed.wait()
+        await self._until(lambda: self.failure is not None and self.aborted)
+        assert self.failure is not None
         raise self.failure
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        with self.calling(lambda: call_soon(loop, changed.set)):
+            while not condition():
+                changed.clear()
+                await changed.wait()
 
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
         """Awaits ``awaitable`` until the deadline. Returns whether it finished."""

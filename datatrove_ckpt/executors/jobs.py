@@ -41,7 +41,13 @@ from datatrove_ckpt.common.retrying import OPENING, READING, code_of_rank, failu
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.executors.local import LocalPipelineExecutor, given_up_error, stats_of_complete
+from datatrove_ckpt.executors.local import (
+    LocalPipelineExecutor,
+    check_depends,
+    datatroves,
+    given_up_error,
+    stats_of_complete,
+)
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
@@ -136,11 +142,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         job_name: str = "data_processing",
         cancel_on_interrupt: bool = False,
     ) -> None:
-        given = dict(locals())  # a debugger adds to the other one
-        own = ("self", "__class__", "cancel_on_interrupt")
+        given = datatroves(locals(), "cancel_on_interrupt")
         try:
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
-                super().__init__(**{name: value for name, value in given.items() if name not in own})
+                super().__init__(**given)
         except ValueError as error:
             raise ConfigError(str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
         self.cancel_on_interrupt = cancel_on_interrupt
@@ -152,8 +157,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
         if max_retries < 0:
             raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
-        if depends is not None and not isinstance(depends, DatatroveExecutor):
-            raise ConfigError(f"depends: must be a JobsPipelineExecutor; it is a {type(depends).__name__}.")
+        check_depends(depends, DatatroveExecutor)
         for key, name, value in _kept(env=env, labels=labels, dependencies=dependencies, image=image):
             if (key == "env" and may_name_secret(name)) or is_surely_secret("", value) or redact(value) != value:
                 raise ConfigError(f"{key}: {name}: its value may be a secret, and {key} is kept in files. Use secrets.")

@@ -75,6 +75,20 @@ _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
 
+def datatroves(arguments: dict[str, object], *own: str) -> dict[str, object]:
+    """Returns the arguments of a method, from its ``locals()``, that are not our own."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "__class__", *own)}
+
+
+def check_depends(depends: object, kind: type) -> None:
+    """
+    Raises:
+        ConfigError: the executor in ``depends`` is of another kind.
+    """
+    if depends is not None and not isinstance(depends, kind):
+        raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(depends).__name__}.")
+
+
 class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
     """Runs the ranks of a pipeline on this machine.
 
@@ -109,9 +123,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
     ) -> None:
-        given = dict(locals())  # a debugger adds to the other one
-        own = ("self", "__class__", "max_rank_attempts", "ranks_at_once")
-        super().__init__(**{name: value for name, value in given.items() if name not in own})
+        super().__init__(**datatroves(locals(), "max_rank_attempts", "ranks_at_once"))
         self.max_rank_attempts = max_rank_attempts
         if max_rank_attempts < 1:
             raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")
@@ -121,8 +133,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if start_method not in multiprocess.get_all_start_methods():
             allowed = ", ".join(multiprocess.get_all_start_methods())
             raise ConfigError(f"start_method: {start_method!r} is not one of {allowed}.")
-        if depends is not None and not isinstance(depends, DatatroveExecutor):
-            raise ConfigError(f"depends: must be a LocalPipelineExecutor; it is a {type(depends).__name__}.")
+        check_depends(depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output is what they wrote.

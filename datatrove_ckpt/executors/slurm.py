@@ -30,8 +30,8 @@ from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
-from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.executors.local import LocalPipelineExecutor, given_up_error
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.executors.local import LocalPipelineExecutor, check_depends, datatroves, given_up_error
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
 from datatrove_ckpt.process.task_errors import own_error
 
@@ -97,11 +97,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
     ) -> None:
-        given = dict(locals())  # a debugger adds to the other one
-        own = ("self", "__class__", "max_rank_attempts", "ranks_at_once")
-        super().__init__(**{name: value for name, value in given.items() if name not in own}, max_array_size=-1)
-        if depends is not None and not isinstance(depends, DatatroveExecutor):
-            raise ConfigError(f"depends: must be a SlurmPipelineExecutor; it is a {type(depends).__name__}.")
+        super().__init__(**datatroves(locals(), "max_rank_attempts", "ranks_at_once"), max_array_size=-1)
+        check_depends(depends, DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them

@@ -45,7 +45,13 @@ def run(main: Awaitable[_Result]) -> _Result:
             interruptions.append(interruption)
             raise asyncio.CancelledError from None
 
-    runner = asyncio.Runner(loop_factory=_fastest())
+    try:
+        import uvloop
+    except ImportError:
+        factory = None  # Python's own
+    else:
+        factory = uvloop.new_event_loop
+    runner = asyncio.Runner(loop_factory=factory)
     threads: list[threading.Thread] = []
     # As asyncio's own, but with the threads of ``asyncio.to_thread`` to join.
     executor = ThreadPoolExecutor(
@@ -169,15 +175,6 @@ def exit_past_threads(code: int) -> None:
     """Ends the process if a rank has left something behind: Python would wait for its threads."""
     if left_behind:
         exit_now(code)
-
-
-def _fastest() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None  # Python's own
-    new: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return new
 
 
 def call_soon(

@@ -83,8 +83,6 @@ class Free(NamedTuple):
 
 
 class ClaimReader(Protocol):
-    """Reads marks and beats."""
-
     def look(self) -> Look: ...
 
     def read(self, mark: Mark) -> bytes: ...
@@ -195,7 +193,6 @@ class Claims:
 
     @property
     def has_time(self) -> bool:
-        """Whether a rank that takes as long as the completed ones can end in time."""
         return self._has_time(sum(self._took) / max(1, len(self._took)))
 
     def complete(self, rank: int) -> None:
@@ -227,7 +224,6 @@ class Claims:
             self._let_go(rank, record)
 
     def given_up(self) -> dict[int, str]:
-        """Returns the ranks that are given up, each with its cause."""
         with self._guard:
             return given_up(self._store, self._given_up_prefix)
 
@@ -237,7 +233,6 @@ class Claims:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
 
     def workers(self) -> list[Claimant]:
-        """Returns the other processes that are alive, and do not run all ranks."""
         return [other for other in self.others() if not other.runs_all]
 
     def clear(self) -> None:
@@ -391,7 +386,6 @@ def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
 
 
 def given_up(store: ClaimReader, prefix: str = GIVEN_UP) -> dict[int, str]:
-    """Returns the ranks that any launch has given up, each with its cause."""
     marks = store.look().current().values()
     return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(prefix)}
 
@@ -419,7 +413,6 @@ def new_owner(runs_all: bool = False) -> str:
 
 
 def has_ended(owner: str) -> bool:
-    """Whether the owner was a process of this host, and has ended."""
     host = owner[:8]
     pid = int(owner[8:16], 16)
     started = int(owner[16:32], 16)

@@ -14,7 +14,6 @@ Progress: TypeAlias = tuple[int, int, int]
 
 
 def mirrored_progress(urls: Iterable[str]) -> Progress:
-    """Reads the mirrors of one rank's runners."""
     commits = journals = answers = 0
     for manifest in filter(None, map(newest_manifest, urls)):
         sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
@@ -25,7 +24,6 @@ def mirrored_progress(urls: Iterable[str]) -> Progress:
 
 
 def local_progress(folders: Iterable[Path]) -> Progress:
-    """Reads the checkpoints of one rank's runners."""
     commits = journals = answers = 0
     for path in [path for folder in folders for path in folder.glob("*")]:
         try:

@@ -51,7 +51,6 @@ def open_store(url: str, owner: str, options: Mapping[str, object]) -> ClaimStor
 
 
 def open_reader(url: str) -> ClaimReader:
-    """Opens the claims in a folder for a process that has none."""
     if get_protocol(url) in ("file", "local"):
         return DiskReader(Path(url))
     return ObjectClaims(url, "", _SETTLES)
@@ -108,7 +107,6 @@ class DiskReader:
         return time.time()
 
     def _has_ended(self, owner: str) -> bool:
-        """Whether a process of this host that holds no lock has ended."""
         return has_ended(owner)
 
 

@@ -241,7 +241,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             super()._ensure_logging_dir_repo()
 
     def run_ranks(self) -> None:
-        """``run`` without the checks before and after. Raises as ``run``."""
         self._run_dependency()
         self._launched = True
         self._ensure_logging_dir_repo()
@@ -420,7 +419,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return retries
 
     def _failure(self, job: _Job) -> tuple[int, str]:
-        """Returns the exit code and the error that the job has noted."""
         try:
             with self.logging_dir.open(_note(job.launch), "rb") as file:
                 code, said = orjson.loads(file.read())
@@ -429,7 +427,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return code, said
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
-        """Starts ``number`` jobs, and adds them to ``alive``."""
         if self._is_canceled():
             raise CkptError(
                 f"This run was canceled. {plural(len(alive), 'job')} of it may still end: "
@@ -485,7 +482,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return _Job(job.id, job.url, launch, self._settings, reached, retries)
 
     def _alive(self) -> list[_Job]:
-        """Returns the jobs of this run that wait or run."""
         from huggingface_hub import list_jobs
 
         labels = {_LABEL: self._label}
@@ -530,7 +526,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return found
 
     def _progress(self) -> dict[int, Progress]:
-        """Returns the progress of ranks that are not complete."""
         ranks = self._left(range(self.tasks))
         urls = [url for runner in self._runners if (url := runner.checkpoints_remote_dir) is not None]
 

@@ -668,7 +668,6 @@ def stats_of_complete(logging_dir: DataFolder, ranks: Iterable[int]) -> Pipeline
 
 
 def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:
-    """Reads the statistics of a complete rank."""
     with logging_dir.open(f"stats/{rank:05d}.json") as file:
         stats = PipelineStats.from_json(json.load(file))
     for step in stats.stats:

@@ -178,7 +178,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         super().launch_job()
 
     def count_elements(self, tasks: int) -> int:
-        """Returns how many elements the array gets for ``tasks``."""
         most = _MOST_WORKERS
         if self.workers > 0:
             most = self.workers
@@ -208,8 +207,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
 
 class _Worker(LocalPipelineExecutor):
-    """One element of the array."""
-
     def __init__(self, array: SlurmPipelineExecutor) -> None:
         super().__init__(
             array.pipeline,
@@ -225,7 +222,6 @@ class _Worker(LocalPipelineExecutor):
 
 @contextmanager
 def _saying_errors() -> Iterator[None]:
-    """Ends a job with the message and the exit code of an error of ours."""
     try:
         yield
     except Exception as error:

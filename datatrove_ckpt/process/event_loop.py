@@ -172,7 +172,6 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
 
 
 def exit_past_threads(code: int) -> None:
-    """Ends the process if a rank has left something behind: Python would wait for its threads."""
     if left_behind:
         exit_now(code)
 
@@ -180,7 +179,6 @@ def exit_past_threads(code: int) -> None:
 def call_soon(
     loop: asyncio.AbstractEventLoop, callback: Callable[[*_Arguments], object], *arguments: *_Arguments
 ) -> None:
-    """Calls ``loop.call_soon_threadsafe``, unless the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:

@@ -76,7 +76,6 @@ class HostLoop:
             self._shutdown.raise_preempted()
 
     def attach(self, shutdown: Shutdown) -> None:
-        """Sets the shutdown of the rank, or of its next step."""
         if self._parent is None:
             shutdown.hurried_by = "a second cancellation"
         shutdown.parent = self._parent

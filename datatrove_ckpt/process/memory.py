@@ -15,7 +15,6 @@ _SHARE = 4  # of this process's memory; another quarter is for what is made of t
 
 @cache
 def media_bytes() -> int:
-    """Returns how many bytes of media this process may hold at once."""
     return usable_memory() // _SHARE // max(1, int(os.environ.get(WORKERS_VARIABLE) or 1))
 
 

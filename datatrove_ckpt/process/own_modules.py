@@ -50,7 +50,6 @@ def places_of(name: str) -> list[Path]:
 
 
 def is_installed(place: Path) -> bool:
-    """Whether the place is in the standard library, or of a package that pip or the system has installed."""
     by_pip = {"site-packages", "dist-packages"} & {*place.parts}
     return bool(by_pip) or place.is_relative_to(sysconfig.get_path("stdlib"))
 

@@ -139,7 +139,6 @@ class NoticeWatch:
                     return
 
     def _ask(self) -> str | None:
-        """Returns the text of the notice, which may be empty; None without a notice."""
         if self._kind == "command":
             return self._run(self._value)
         assert isinstance(self._value, str)
@@ -416,7 +415,6 @@ class Preemption:
         return 1
 
     async def watch_time_limit(self) -> None:
-        """Requests a stop early enough before Slurm ends the job."""
         if self._is_one_of_many:
             return
         end = await slurm_deadline()

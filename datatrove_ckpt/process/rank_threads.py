@@ -31,8 +31,6 @@ _FAILED = "the failure of another rank"
 
 
 class Servers(Protocol):
-    """The servers that the ranks share."""
-
     @property
     def has_room(self) -> bool: ...
 
@@ -131,7 +129,6 @@ class RankThreads:
             taking.cancel()
 
     async def _look(self, running: set[asyncio.Task[None]], *others: asyncio.Task[int | None]) -> None:
-        """Waits a moment, or until one of the tasks has ended."""
         ended, _ = await asyncio.wait({*running, *others}, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         running -= ended
 

@@ -142,7 +142,6 @@ class RunProgress:
         return rank in self._done
 
     def sample(self) -> None:
-        """Notes the work so far, for the rates."""
         now = self._clock()
         if not self._gained and not any(self.work):  # servers start: that is no rate
             self._samples[0] = self._sample(now)
@@ -195,12 +194,10 @@ class RunProgress:
 
     @property
     def _complete_elsewhere(self) -> int:
-        """Ranks that earlier commands or other processes have completed."""
         return self._complete + len(self._done - self._last.keys())
 
     @property
     def rates(self) -> Rates:
-        """Per second, over the last minute."""
         now = self._sample(self._clock())
         first = self._since(now.at - _RATE_SECONDS)
         seconds = max(now.at - first.at, 1e-9)
@@ -228,7 +225,6 @@ class RunProgress:
         return None
 
     def _since(self, at: float) -> _Sample:
-        """Returns the first sample at this time or later, else the last one."""
         return next((sample for sample in self._samples if sample.at >= at), self._samples[-1])
 
     @property
@@ -292,7 +288,6 @@ class RunProgress:
 
 
 def bar(progress: RunProgress, columns: int) -> str:
-    """Returns the text of the bar, shorter than ``columns``."""
     parts = progress.parts()
     head = progress.head
     share = progress.share
@@ -315,7 +310,6 @@ _FALLBACK_COLUMNS = 80
 
 
 def has_terminal() -> bool:
-    """Whether stderr is a terminal that can clear a line."""
     try:
         return sys.stderr.isatty() and sys.stderr.fileno() >= 0 and os.environ.get("TERM", "dumb") != "dumb"
     except (AttributeError, OSError, ValueError):  # no stream, a closed one, or one without a file

@@ -139,7 +139,6 @@ class Shutdown:
 
     @property
     def seconds(self) -> float:
-        """Since the stop began."""
         return time.monotonic() - self._began_at
 
     @property

@@ -139,7 +139,6 @@ def _exit(number: int) -> NoReturn:
 
 
 def end_by(number: int) -> NoReturn:
-    """Ends this process by the signal's default action."""
     leave_terminal()
     with suppress(BaseException):  # of a handler in Python
         os.kill(os.getpid(), number)

@@ -41,7 +41,6 @@ def job_id() -> str | None:
 
 
 def in_slurm_task() -> bool:
-    """Whether this process is a task of datatrove's Slurm executor."""
     return job_id() is not None and os.environ.get("DATATROVE_EXECUTOR") == "SLURM"
 
 

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 
 class Tasks(Protocol):
-    """The tasks of one process, which gets each of them when it can start it."""
-
     def next(self) -> int | None:
         """Waits for a task. Returns None if this process gets no more."""
 
@@ -49,7 +47,6 @@ class TaskList:
 
 
 def in_turn(run: Callable[[int], object], tasks: Tasks) -> None:
-    """Runs one task after the other in this thread."""
     for task in iter(tasks.next, None):
         try:
             result = run(task)

@@ -171,7 +171,6 @@ class _Worker:
 
 
 def _sendable(error: BaseException, number: int | None) -> Exception:
-    """Returns the error with this process's traceback as a note."""
     task = "its tasks" if number is None else f"task {number}"
     if not isinstance(error, Exception):
         if isinstance(error, SystemExit):

@@ -52,8 +52,6 @@ _LONGEST_WAIT = 3600.0
 
 
 class _Process:
-    """One worker, as its parent sees it."""
-
     def __init__(
         self, context: BaseContext, slot: int, count: int, run: Work, numbers: list[int], below_bar: bool
     ) -> None:
@@ -255,7 +253,6 @@ class Workers:
         return tasks[0]
 
     def _wait(self) -> None:
-        """Waits for a message, a signal, or the end of a worker or of its time."""
         limits = [worker.ends_by for worker in self._workers if worker.ends_by is not None]
         limits += [] if self.screen is None else [time.monotonic() + TICK_SECONDS]
         if limits:

@@ -70,7 +70,7 @@ class Handlers:
         self._pid = os.getpid()
         if in_main_thread():
             for number in numbers:
-                self.usual[number] = signal.signal(number, self._handle)
+                self.usual.setdefault(number, signal.signal(number, self._handle))
 
     def restore(self) -> None:
         while self.usual and in_main_thread():

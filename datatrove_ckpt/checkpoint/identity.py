@@ -264,7 +264,7 @@ class Fence:
 
     def __init__(self, path: Path, owner: Owner) -> None:
         self._path = path
-        self._owner = owner
+        self.owner = owner
         self.number = owner["fence"]
         """How many processes have owned the rank, with this one: the number of the attempt."""
         self.lost = False
@@ -284,11 +284,11 @@ class Fence:
         if not thorough and self._stamp() == self._seen:
             return
         owner = read_run(self._path).get("owner", {})
-        if owner != self._owner:
+        if owner != self.owner:
             self.lost = True
             raise Fenced(
                 f"Another process has taken over {self._path.parent}: {owner.get('host')} pid {owner.get('pid')}, "
-                f"start number {owner.get('fence')}; this one, number {self._owner['fence']}, writes nothing more. "
+                f"start number {owner.get('fence')}; this one, number {self.owner['fence']}, writes nothing more. "
                 "What it saved before is kept."
             )
         self._seen = self._stamp()
@@ -326,37 +326,36 @@ class RunClaim:
         self._path = folder / RUN
         self._fields = identity.kept
         self._fence = 0
-        self.commits = 0
-        """How many commits there were when the owner before this one started."""
         self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
-        old = read_run(self._path) if self._path.exists() else {}
-        self.is_first = not old
-        """Whether no process has owned the rank before."""
-        if old:
+        self.before: Json = {}
+        """The content of ``run.json``; empty if no process has owned the rank."""
+        if self._path.exists():
+            self.before = old = read_run(self._path)
             changes = compare(old, identity)
             if not describe_alike(old, identity.fields):
                 logger.warning(
                     f"{self._path}: another version of datatrove-ckpt described the code of this run in another way, "
                     "so the code is not compared this time. From now on it is."
                 )
-            owner = old.pop("owner", {})
+            owner = old.get("owner", {})
             self._fence = owner.get("fence", 0)
-            self.commits = owner.get("commits", 0)
-            self._earlier = owner.get("earlier", {})
+            self._earlier |= owner.get("earlier", {})
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
-            self._accepted = old.pop("accepted_changes", [])
+            self._accepted += old.get("accepted_changes", [])
             self._accepted += _accept(folder, changes, accept_changes)
         else:
             refuse_missing_run_json(folder)
 
-    def take(self, commits: int = 0) -> Fence:
+    def take(self, commits: int | None = None) -> Fence:
         """Writes ``run.json``. A process that owned the rank before notices this before its next write.
 
         Args:
-            commits: the number of commits that the rank has now.
+            commits: the number of commits that the rank has now; None: as many as ``run.json`` names.
         """
+        if commits is None:
+            commits = self.before.get("owner", {}).get("commits", 0)
         owner = new_owner(self._fence + 1, self._earlier, commits)
         kept = {**self._fields, "owner": owner}
         if self._accepted:

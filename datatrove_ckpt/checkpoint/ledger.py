@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
@@ -361,22 +361,17 @@ def read_rank(
     folder: Path,
     want: Want,
     limits: Limits | None = None,
-    read: Callable[[Path], dict[int, Commit]] = read_commits,
 ) -> RankLedger:
-    """Reads one rank. Damage is in the ledger, and no error.
-
-    Args:
-        read: ``read_commits``, or that of the rank's checkpoint, if it is open.
-    """
+    """Reads one rank. Damage is in the ledger, and no error."""
     rank = RankLedger(root, number, folder)
     try:
-        _read(rank, want, limits, read)
+        _read(rank, want, limits)
     except CheckpointError as error:  # what was read before proves nothing
         return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
     return rank
 
 
-def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[Path], dict[int, Commit]]) -> None:
+def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     """
     Raises:
         CheckpointError: a run would refuse the folder, too.
@@ -396,7 +391,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
     ordinals: dict[int, dict[int, str]] = {}
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, want, limits, ordinals)
-    commits = read(rank.commits_file)  # whatever the listing says: the files that were read before promise them
+    commits = read_commits(rank.commits_file)  # whatever the listing says: the files that were read before promise them
     rank.sums = CommitSums.of(commits.values())
     if Want.COMMITS in want:
         rank.commits = commits
@@ -645,18 +640,13 @@ class Expected:
             raise CommitsDamaged(path, f"{path} names chunk {last}, but {gap} chunks before it are not done.")
 
 
-def scan_complete_commits(folder: Path, finished: bool) -> tuple[dict[int, Commit], int]:
-    """The commits of a rank that goes on, as ``scan_commits`` returns them. Changes nothing.
-
-    Args:
-        finished: whether the rank is finished.
+def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
+    """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing. Arguments: ``Expected``.
 
     Raises:
         CommitsDamaged: a commit is lost or damaged.
-        CheckpointCorrupt: a line of another version, commits or dead letters that do not fit each other, or run.json
-            cannot be read.
+        CheckpointCorrupt: a line of another version, or commits or dead letters that do not fit each other.
     """
-    run = read_run(folder / RUN) if (folder / RUN).exists() else {}
     expected = Expected.read(folder, finished, run)
     commits, size = scan_commits(folder / COMMITS)
     expected.check(CommitSums.of(commits.values()))

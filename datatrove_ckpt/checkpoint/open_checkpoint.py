@@ -336,12 +336,10 @@ class CheckpointManager:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
             claim = RunClaim(folder, self.identity, self.accept_changes)
-            # Before anything is changed: an earlier owner's commits may be lost.
-            if claim.is_first:
-                scanned = None
+            if claim.before:  # before anything is changed: an earlier owner's commits may be lost
+                scanned = scan_complete_commits(folder, finished, claim.before)
             else:
-                scanned = scan_complete_commits(folder, finished)
-            if claim.is_first:
+                scanned = None
                 self.before_first()
             old = None if finished else self.old_answers()
             if old is not None:
@@ -356,7 +354,7 @@ class CheckpointManager:
             if self.retry_errors:
                 cache.forget_errors()
             point = recover(folder, log, cache, self.records_per_chunk)
-            point.interrupted = interrupted and not claim.is_first
+            point.interrupted = interrupted and bool(claim.before)
             rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point, old)
             rank_files.start_history()
             undo.pop_all()
@@ -366,11 +364,11 @@ class CheckpointManager:
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
     ) -> tuple[Fence, RequestCache]:
         """Makes this process the rank's owner, and opens the request cache."""
-        if claim.is_first and (last_chunk := last_chunk_of(self.folder)).exists():
+        if not claim.before and (last_chunk := last_chunk_of(self.folder)).exists():
             # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
-        if lock.works and not claim.is_first:
+        if lock.works and claim.before:
             # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
             cache = self._open_cache(undo)
             if self.placed_later:

@@ -14,8 +14,8 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.job import tasks_of
+from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import byte_size, plural
 from datatrove_ckpt.common.retrying import failure_line
@@ -275,17 +275,12 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
 
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     """What each finished rank has read, if a record tells."""
-    records = []
-    for rank in rank_numbers(root) if root.is_dir() else []:
-        folder = rank_folder(root, rank)
-        if is_finished(folder):
-            record = ShardRecord.read(folder / SHARD)
-        else:
-            record = None
-        # Another number of tasks is refused as such, and not for the files that each rank would get by it.
-        if record is not None and read_run(folder / RUN).get("tasks") == plan.tasks:
-            records.append((rank, record))
-    return records
+    # Another number of tasks is refused as such, and not for the files that each rank would get by it.
+    if tasks_of(root) != plan.tasks:
+        return []
+    folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
+    read = {rank: ShardRecord.read(folder / SHARD) for rank, folder in folders.items() if is_finished(folder)}
+    return [(rank, record) for rank, record in read.items() if record is not None]
 
 
 def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:

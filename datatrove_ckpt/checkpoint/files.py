@@ -25,12 +25,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 from datatrove_ckpt.errors.doors import written
 
@@ -329,7 +329,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def lock_holder(path: Path | str) -> dict[str, Any] | None:
+def lock_holder(path: Path | str) -> Json | None:
     """Who holds a lock now, as ``this_process`` says; None if no process does, or the file system has no locks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -356,7 +356,7 @@ def _is_only_looked_at(fd: int) -> bool:
     return True
 
 
-def _holder(content: bytes) -> dict[str, Any]:
+def _holder(content: bytes) -> Json:
     try:
         found = orjson.loads(content)
     except orjson.JSONDecodeError:  # the process has the lock and is about to write its name

@@ -25,11 +25,11 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import orjson
 import xxhash
@@ -108,7 +108,7 @@ def fields_without_secrets(fields: Json) -> Json:
     return {name: _field_without_secrets(name, value, found) for name, value in fields.items()}
 
 
-def _field_without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
+def _field_without_secrets(name: str, value: object, found: Collection[str] | None = None) -> object:
     is_users = of_model(name).partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
     if is_users:
         return without_secrets(name, value, found)
@@ -160,13 +160,13 @@ NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, "owner", "accepted_changes", "f
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
-def stamped(fields: Mapping[str, Any]) -> dict[str, Any]:
+def stamped(fields: Json) -> Json:
     """An identity as this version writes it: with its format and its version in front."""
     rest = {name: value for name, value in fields.items() if name not in (FORMAT_KEY, WRITTEN_BY)}
     return {FORMAT_KEY: FORMAT, WRITTEN_BY: __version__, **rest}
 
 
-def settings_in(content: Mapping[str, Any]) -> dict[str, Any]:
+def settings_in(content: Json) -> Json:
     """The identity in the content of ``run.json`` or ``job.json``: the settings that all ranks of a run share."""
     return {name: value for name, value in content.items() if name not in NO_SETTINGS}
 
@@ -229,8 +229,8 @@ class Change(NamedTuple):
     """A field in which two runs differ: both values, and as text, which tells null from a field that is not set."""
 
     field: str
-    old: Any
-    new: Any
+    old: object
+    new: object
     shown_old: str
     shown_new: str
     note: str | None
@@ -480,9 +480,8 @@ def without_code(fields: Json) -> Json:
     return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
-def refusal(what: str, changes: Iterable[Change], *way_out: object) -> CheckpointMismatch:
-    """The error for a run that differs from the one that is kept: each field with both values, then the way out."""
-    changes = list(changes)
+def refusal(what: str, changes: Sequence[Change], *way_out: object) -> CheckpointMismatch:
+    """Returns the error for a run that differs from the one that is kept: fields with both values, then the way out."""
     lines = [line for one in changes for line in _lines(one)]
     notes = [f"  ({change.note})" for change in changes if change.note and not change.field.startswith(change.note)]
     shown = "\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes])])
@@ -492,21 +491,18 @@ def refusal(what: str, changes: Iterable[Change], *way_out: object) -> Checkpoin
 def _lines(change: Change) -> list[str]:
     """A field with both values; of two mappings, what differs."""
     field, old, new = change[:3]
-    are_mappings = isinstance(old, dict) and isinstance(new, dict)
-    keys = []
-    if are_mappings:
+    if isinstance(old, dict) and isinstance(new, dict):
         keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
-    if not keys:
-        return [f"  {written(field)}: {change.shown_old} -> {change.shown_new}"]
-    return [f"  {written(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys]
+        if keys:
+            return [f"  {written(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys]
+    return [f"  {written(field)}: {change.shown_old} -> {change.shown_new}"]
 
 
-def way_back(changes: Iterable[Change], may_mix: bool = True) -> list[object]:
-    """What to do about changes that were not accepted, as parts of a message."""
-    changes = list(changes)
+def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
+    """Returns what helps against changes that were not accepted, as parts of a message."""
     folders = [", or choose ", StartOver(), " for the new ones"]
-    if [change.field for change in changes] == ["tasks"] and changes[0].old:
-        old = changes[0].old
+    old = changes[0].old
+    if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
         finished = (
             f", and set finished_from to the old {written.finished_folders}: finished documents keep their results."
         )
@@ -575,7 +571,7 @@ def same_value(name: str, old: object, new: object) -> bool:
     return bool(old == new)
 
 
-def _plain(name: str, value: Any, ordered: bool = False) -> Any:
+def _plain(name: str, value: object, ordered: bool = False) -> object:
     if isinstance(value, dict):
         ordered = ordered or any(part in name for part in _ORDERED)
         inside = ordered or name.endswith("params")

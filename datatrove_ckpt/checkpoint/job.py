@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import (
@@ -90,10 +90,6 @@ class KeptRun(NamedTuple):
     is_live: Callable[[], bool]
 
 
-Counts: TypeAlias = Callable[[Change], bool]
-"""Whether a change is one that counts."""
-
-
 @contextmanager
 def join_job(
     root: Path, rank: int, identity: RunIdentity, accept_changes: bool, check_output: Callable[[], None]
@@ -108,10 +104,9 @@ def join_job(
         CheckpointMismatch: another rank belongs to another run; the message names each field with both values.
         CheckpointLocked: another process has kept ``job.lock`` for a minute.
     """
-    is_current = _is_current(root, identity)
-    guard = None if is_current else _guard(root, identity)
+    guard = None if _is_current(root, identity) else _guard(root, identity)
     try:
-        if not (is_current or _is_current(root, identity)):
+        if guard is not None and not _is_current(root, identity):
             content = _next_job(root, rank, identity, accept_changes)
             if _read(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
                 check_output()
@@ -156,18 +151,18 @@ def note_output(root: Path, folder: str) -> None:
 
 
 def compare_job(
-    root: Path, identity: RunIdentity, ranks: Collection[int] | None = None, counts: Counts = lambda change: True
+    root: Path, identity: RunIdentity, ranks: Collection[int] | None = None, only_tasks: bool = False
 ) -> JobChanges:
     """Compares a job that is about to start with its ranks, finished ones included. Changes nothing.
 
     Args:
         root: ``checkpoints_local_dir``.
         ranks: look at these only, if ``job.json`` agrees with the job. None: look at all that have a folder.
-        counts: which differences matter.
+        only_tasks: see ``compare_kept``.
     """
     if ranks is None or not _agrees(root, identity):
         ranks = rank_numbers(root) if root.exists() else []
-    return _compare_ranks(root, ranks, identity, counts)
+    return _compare_ranks(root, ranks, identity, only_tasks)
 
 
 def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
@@ -176,7 +171,7 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
     Raises:
         CheckpointMismatch: with both numbers, and the way out.
     """
-    found = compare_job(root, identity, None, lambda change: change.field == "tasks")
+    found = compare_job(root, identity, only_tasks=True)
     if found.changes:
         what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
         raise refusal(what, found.changes, *way_back(found.changes))
@@ -259,12 +254,10 @@ def _refusal(root: Path, found: JobChanges) -> Exception:
     return refusal(what, found.changes, *way_back(found.changes))
 
 
-def _compare_ranks(
-    root: Path, ranks: Iterable[int], identity: RunIdentity, counts: Counts = lambda change: True
-) -> JobChanges:
+def _compare_ranks(root: Path, ranks: Iterable[int], identity: RunIdentity, only_tasks: bool = False) -> JobChanges:
     runs = {rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()}
     kept = {rank: _kept_here(rank_folder(root, rank), run) for rank, run in runs.items()}
-    return compare_kept(kept, _read(root), identity, counts)
+    return compare_kept(kept, _read(root), identity, only_tasks)
 
 
 def _kept_here(folder: Path, run: Json) -> KeptRun:
@@ -274,17 +267,19 @@ def _kept_here(folder: Path, run: Json) -> KeptRun:
     return KeptRun(run, lambda: holds_work(folder) or is_live(), lambda: is_finished(folder), is_live)
 
 
-def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, counts: Counts) -> JobChanges:
+def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, only_tasks: bool) -> JobChanges:
     """Compares a job with what is kept of its ranks, by rank.
 
     Args:
         job: the content of ``job.json``; empty if there is none.
-        counts: which differences matter.
+        only_tasks: compare the number of tasks, and nothing else.
     """
     found = JobChanges()
     accepted = _accepted([job, *(each.run for each in kept.values())])
     for rank, each in kept.items():
-        changes = [change for change in compare(each.run, identity, with_output=True) if counts(change)]
+        changes = compare(each.run, identity, with_output=True)
+        if only_tasks:
+            changes = [change for change in changes if change.field == "tasks"]
         if any(change.field == OUTPUT_FOLDER for change in changes) and not each.is_live():
             changes = [change for change in changes if change.field != OUTPUT_FOLDER]
         if changes and not each.is_bound():

@@ -19,11 +19,12 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import orjson
 import xxhash
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.errors.doors import written
@@ -89,9 +90,7 @@ def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
     return not Path(path).parent.exists()
 
 
-Json: TypeAlias = dict[str, Any]
-"""A JSON object. Its values are ``Any`` because the checkpoint only stores, compares and prints them: a position is
-defined by the reader, and an identity by the caller."""
+Json: TypeAlias = JsonObject
 
 PREFIX = b'{"xxh":"'
 BODY_AT = len(PREFIX) + 16 + len(b'",')

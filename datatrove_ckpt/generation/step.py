@@ -270,7 +270,7 @@ def _for_process(step: Step) -> object:
         return step.__reduce_ex__(2)
 
 
-def _refuse_secrets(state: dict[str, Any]) -> None:
+def _refuse_secrets(state: dict[str, object]) -> None:
     try:
         with script_names.nothing_carried():
             places = secrets_in("the step", state)

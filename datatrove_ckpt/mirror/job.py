@@ -15,7 +15,7 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, parse_run, refusal, stamped, way_back
-from datatrove_ckpt.checkpoint.job import Counts, JobChanges, KeptRun, compare_kept, job_content, name_tasks
+from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, is_journal, is_rank, rank_folder, refuse_resharded
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.common.retrying import failure_line
@@ -48,7 +48,7 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         job = _read_job(store)
         if job and not compare(job, identity, with_output=True):
             return None
-        others = _compare(store, root, job, identity, lambda change: True, rank)
+        others = _compare(store, root, job, identity, without=rank)
         if others.changes and (not accept_changes or others.is_layout):
             what = f"The checkpoints of other tasks on the mirror {store.url} ({name_tasks(others.ranks)}) were"
             raise refusal(what, others.changes, *way_back(others.changes))
@@ -58,7 +58,7 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         return None
 
 
-def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Counts) -> JobChanges:
+def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, only_tasks: bool) -> JobChanges:
     """Compares a job that is about to start with the ranks that only its mirror has. Changes nothing.
 
     Each rank that starts does that, too, so a mirror that cannot be read is not said here.
@@ -72,7 +72,7 @@ def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Co
         job = _read_job(store)
         if job and not compare(job, identity):
             return JobChanges()
-        return _compare(store, root, job, identity, counts)
+        return _compare(store, root, job, identity, only_tasks)
     except OSError:
         return JobChanges()
 
@@ -97,14 +97,19 @@ def _read_job(store: ObjectStore) -> Json:
 
 
 def _compare(
-    store: ObjectStore, root: Path, job: Json, identity: RunIdentity, counts: Counts, without: int | None = None
+    store: ObjectStore,
+    root: Path,
+    job: Json,
+    identity: RunIdentity,
+    only_tasks: bool = False,
+    without: int | None = None,
 ) -> JobChanges:
     ranks = [int(name) for name in store.names() if is_rank(name)]
     ranks = [rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()]
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
         kept = {rank: _kept(manifest) for rank, manifest in zip(ranks, found, strict=True) if manifest is not None}
-    return compare_kept(kept, job, identity, counts)
+    return compare_kept(kept, job, identity, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:

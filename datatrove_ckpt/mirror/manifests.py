@@ -20,7 +20,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeVar
 
 import orjson
 import xxhash
@@ -35,7 +35,7 @@ from datatrove_ckpt.checkpoint.layout import (
     SHARD,
     is_journal,
 )
-from datatrove_ckpt.checkpoint.lines import is_count, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, has_right_types
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.sealing import Seal, without_seal
@@ -46,11 +46,6 @@ FORMAT = 1
 """Version of the format of everything below a rank's folder."""
 MAX_OBJECT_BYTES = 16 * 2**20
 """An object is put from memory, in one request."""
-
-RunJson: TypeAlias = dict[str, Any]
-"""The content of ``run.json``: plain JSON values, see ``checkpoint/identity.py``."""
-OwnerJson: TypeAlias = dict[str, Any]
-"""The owner in it: ``nonce``, ``host``, ``pid``, ``fence`` and ``earlier``."""
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_OWNERSHIP_BYTES = 2**16
@@ -101,7 +96,7 @@ class Part:
         return {name: value for name, value in asdict(self).items() if value or name != "sha256"}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Part:
+    def from_json(cls, data: Json) -> Part:
         """Raises TypeError or ValueError if a value cannot be one of ours."""
         part = cls(**data)
         if not _OBJECT.fullmatch(part.name) or not is_count(part.size) or not 0 < part.size <= _MAX_PART_BYTES:
@@ -123,7 +118,7 @@ class Manifest:
         when: the time of the upload, in ISO 8601.
     """
 
-    run: RunJson
+    run: Json
     files: dict[str, list[Part]]
     answers: list[Part]
     finished: bool
@@ -180,7 +175,7 @@ class Manifest:
         return manifest
 
 
-def contains_version(owner: OwnerJson, version: Version) -> bool:
+def contains_version(owner: Json, version: Version) -> bool:
     """Whether this owner's local checkpoint holds all that the version holds."""
     if version.nonce == owner["nonce"]:
         return True
@@ -262,7 +257,7 @@ class Versions:
         """Oldest first."""
         return self.listing()[1]
 
-    def write_ownership(self, ownership: Ownership, owner: OwnerJson) -> None:
+    def write_ownership(self, ownership: Ownership, owner: Json) -> None:
         """Makes this process the owner: every earlier owner stops when it sees the object."""
         self._store.put(ownership.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
 

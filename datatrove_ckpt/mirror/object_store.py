@@ -20,13 +20,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import missing_package, no_bars_in_logs
 from datatrove_ckpt.common.redaction import holds_credentials, refuse_variables
 from datatrove_ckpt.common.retrying import file_system_call, http_status, hub_refusal, lacks_bucket, s3_code
@@ -104,7 +104,7 @@ class ObjectStore:
         options: of the file system, such as an endpoint; by default from the environment.
     """
 
-    def __init__(self, url: str, apart: bool = False, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, apart: bool = False, options: Mapping[str, object] | None = None) -> None:
         self.url = url.rstrip("/")
         self._is_local = get_protocol(url) in ("file", "local")
         options = dict(options or {})
@@ -222,7 +222,7 @@ class ObjectStore:
         return f"{self._root}/{name}".rstrip("/")
 
 
-def _written_at(entry: dict[str, Any]) -> float:
+def _written_at(entry: Json) -> float:
     """Of an entry of a listing; each file system has a name of its own for it."""
     for key in ("uploaded_at", "LastModified", "updated", "last_modified", "mtime", "created"):
         value = entry.get(key)

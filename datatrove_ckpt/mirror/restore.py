@@ -42,14 +42,13 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import sealed_json
+from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
     Manifest,
-    OwnerJson,
     Part,
     Version,
     Versions,
@@ -97,7 +96,7 @@ def restore(url: str, folder: Path) -> None:
         ConfigError: the bucket does not exist.
     """
     # A folder without run.json holds no checkpoint.
-    owner: OwnerJson | None = None
+    owner: Json | None = None
     if (folder / RUN).exists():
         owner = read_run(folder / RUN).get("owner", {"nonce": ""})
     mirrored = Versions(url)
@@ -137,7 +136,7 @@ def _look_at_seal(mirrored: Versions, version: Version) -> None:
         logger.warning(f"{error} This node does not need it; what it uploads from now on is sealed with this key.")
 
 
-def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, owner: OwnerJson | None) -> None:
+def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, owner: Json | None) -> None:
     if owner is not None:
         _refuse_unrelated(mirrored, versions, folder, owner)
     files.disk.make_dirs(folder.parent)
@@ -164,7 +163,7 @@ def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, o
         )
 
 
-def _refuse_unrelated(mirrored: Versions, versions: list[Version], folder: Path, owner: OwnerJson) -> None:
+def _refuse_unrelated(mirrored: Versions, versions: list[Version], folder: Path, owner: Json) -> None:
     ours = {owner["nonce"], *owner.get("earlier", ())}
     theirs = {version.nonce for version in versions}
     for version in versions:

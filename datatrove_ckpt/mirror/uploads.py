@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import Fenced
@@ -21,7 +22,6 @@ from datatrove_ckpt.mirror.manifests import (
     Manifest,
     Ownership,
     Part,
-    RunJson,
     Version,
     Versions,
     encode_answers,
@@ -49,7 +49,7 @@ class Uploads:
         self.owns_mirror = False
         """Whether this process has taken ownership of the mirror."""
         self._versions = versions
-        self._run: RunJson = {}
+        self._run: Json = {}
         self._files: dict[str, list[Part]] = {}
         self._generations: dict[str, int] = {}
         """Of files that may be replaced, by name: the one whose bytes are uploaded, if this process did that."""
@@ -87,7 +87,7 @@ class Uploads:
             self._answers.clear()
             self.last_answer = 0
 
-    def start_version(self, run: RunJson, snapshot: Snapshot) -> None:
+    def start_version(self, run: Json, snapshot: Snapshot) -> None:
         """Drops the parts that the snapshot no longer needs. The first call takes ownership of the mirror.
 
         Raises:

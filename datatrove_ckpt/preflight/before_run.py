@@ -11,16 +11,17 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
+from datatrove_ckpt.checkpoint.identity import refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks, note_output
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
@@ -218,18 +219,15 @@ def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, ski
     identity = runner.identity
     ranks = plan.local_ranks
 
-    def counts(change: Change) -> bool:
-        """A retry takes dead letters with any settings, but each rank takes its own."""
-        return not step.retry_dead_letters or change.field == "tasks"
-
     def explained(rank: int, why: str) -> str:
         checkpoint = rank_folder(root, rank)
         marker = plan.marker(rank)
         return f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
 
-    found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, counts)
+    is_retry = step.retry_dead_letters  # it takes dead letters with any settings, but each rank takes its own
+    found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)
     if step.checkpoints_remote_dir:
-        found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, counts))
+        found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry))
     empty = [rank for rank in skipped if rank in found.empty]
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:
@@ -272,7 +270,8 @@ def _refuse_changes(
         if finished:
             logger.warning(finished)
         return
-    tasks = min([tasks, *(change.old for change in found.changes if change.field == "tasks" and change.old)])
+    old = [change.old for change in found.changes if change.field == "tasks" and isinstance(change.old, int)]
+    tasks = min([tasks, *old])
     way_out = way_back(found.changes, may_mix)
     if len(skipped) >= tasks:
         way_out = ["All tasks are finished, so the new settings would change no output any more. ", *way_out]
@@ -454,7 +453,7 @@ def _check_inputs(plan: RunPlan) -> None:
         check_codecs(place, step, names)
 
 
-def check_listed(place: str, reader: Any) -> None:
+def check_listed(place: str, reader: BaseDiskReader) -> None:
     """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
     url = reader.data_folder.resolve_paths("")
     pattern = reader.glob_pattern

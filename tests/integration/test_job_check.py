@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
-import io
 import json
 import re
 import shutil
 import sys
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +15,6 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
-from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.preflight.before_run import check_before_run
@@ -29,7 +23,7 @@ from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
-from tests.jobs import documents, rejects, rows, runner
+from tests.jobs import documents, rows, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_input, write_job
 
 JOB = job_yaml(ENDPOINT, tasks=3) + "          records_per_chunk: 2\n"
@@ -357,45 +351,6 @@ def test_what_datatroves_executor_skips_is_checked_before_it(two_files: Path, se
             check_before_run(executor())
         away.rename(lost)
     check_before_run(executor())
-
-
-def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
-    """Counts how often files are opened to be read, by folder and name; those that the fence opens as "fence"."""
-    counts: Counter[tuple[str, str]] = Counter()
-
-    plain_open = open
-
-    def count(path: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
-        if isinstance(path, str | Path) and mode in ("r", "rb"):
-            frames = {frame.f_code for frame, _ in traceback.walk_stack(None)}
-            folder = "fence" if Fence.check.__code__ in frames else Path(path).parent.name
-            counts[folder, Path(path).name] += 1
-        return plain_open(path, mode, *given, **named)
-
-    for module in (builtins, io):
-        monkeypatch.setattr(module, "open", count)
-    return counts
-
-
-def test_a_resume_reads_what_is_kept_of_a_rank_once_before_it_once_as_its_owner_and_once_after_it(
-    here: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    """Besides the fence, whose reads guard the writes that follow."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    refused = {"Say text 2"}
-    with FakeServer(status=rejects(refused, 403)) as server:
-        write_job(here, JOB.replace("URL", server.url), *([f"text {n}" for n in range(at, at + 4)] for at in (0, 4, 8)))
-        command("run", "job.yaml", code=1)
-        assert len(read_commits(Path("checkpoints/00000/commits.jsonl"))) == 1
-        refused.clear()
-        with monkeypatch.context() as patched:
-            counts = counted_reads(patched)
-            command("run", "job.yaml")
-    assert counts["fence", "run.json"]
-    for rank in ("00000", "00001", "00002"):
-        assert 0 < counts[rank, "run.json"] <= 5
-        assert 0 < counts[rank, "commits.jsonl"] <= 3
-    assert 0 < counts["last_chunk", "00000.txt"] <= 4
 
 
 # the number of tasks is the run's, not the rank's --------------------------------------------------------------------

@@ -17,7 +17,6 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseDiskReader
-from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
@@ -528,17 +527,14 @@ def check_output(
         root = runner.root
         if root is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here; of jobs all can.
-            mirror = runner.step.checkpoints_remote_dir
-            here = plan.as_jobs or (plan.is_local and mirror is None)
+            here = plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None)
             ranks: Iterable[int] = ()
-            want = Want.COMMITS | Want.HISTORY
-            if before:
-                want = Want.COMMITS
-            if before and here:
+            want = Want.COMMITS
+            if not before:
+                want |= Want.HISTORY
+            elif here:
                 ranks = plan.local_ranks
-            found[root] = check_output_of_run(
-                plan, runner.step.output_writer, root, ranks, patience_seconds, want, mirror
-            )
+            found[root] = check_output_of_run(runner, root, ranks, patience_seconds, want)
     return found
 
 
@@ -550,13 +546,11 @@ def check_output(
 
 
 def check_output_of_run(
-    plan: RunPlan,
-    writer: DiskWriter,
+    runner: RunnerPlan,
     checkpoints: Path,
     first_starts: Iterable[int] = (),
     patience_seconds: float | None = None,
     want: Want = Want.COMMITS,
-    mirror: str | None = None,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
 
@@ -564,7 +558,6 @@ def check_output_of_run(
         first_starts: ranks that will start for the first time, if they have no checkpoint.
         patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
         want: what to read of each rank, for the sums.
-        mirror: of the checkpoints; None: there is none.
 
     Raises:
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint knows, or the
@@ -572,9 +565,10 @@ def check_output_of_run(
         OutputFailed: the folder cannot be listed.
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
-    logging_dir = plan.logging_dir.resolve_paths("")
-    tasks = plan.tasks
-    check = OutputCheck(writer, checkpoints, mirror, logging_dir)
+    logging_dir = runner.plan.logging_dir.resolve_paths("")
+    tasks = runner.plan.tasks
+    mirror = runner.step.checkpoints_remote_dir
+    check = OutputCheck(runner.step.output_writer, checkpoints, mirror, logging_dir)
     if checkpoints.is_dir():
         numbers = rank_numbers(checkpoints)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,25 +27,20 @@ from datatrove_ckpt.runner import InferenceRunner
 _COPIES = "_checkpoint_copies"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunnerPlan:
     """One ``InferenceRunner`` of a job.
 
     Attributes:
         index: its place in the pipeline.
         before: the steps since the runner before it, which passes no documents on.
-        tasks: of the job.
-        is_local: the tasks run on this machine.
-        is_seen: they do not run as jobs, or checks look at copies of the mirrors.
-        copy: of the mirror of their checkpoints, on this machine.
+        copy: of the mirror of its checkpoints, on this machine.
     """
 
+    plan: RunPlan
     index: int
     step: InferenceRunner
     before: Sequence[PipelineStep]
-    tasks: int
-    is_local: bool
-    is_seen: bool
     copy: Path | None
 
     @property
@@ -56,18 +52,18 @@ class RunnerPlan:
         """
         if self.copy is not None:
             return self.copy
-        if self.step.checkpoints_local_dir is None or not self.is_seen:
+        if self.step.checkpoints_local_dir is None or self.plan.as_jobs:
             return None
         try:
             return self.step.checkpoints_root
         except ConfigError:
-            if self.is_local:
+            if self.plan.is_local:
                 raise
             return None
 
-    @property
+    @cached_property
     def identity(self) -> RunIdentity:
-        return self.step.identity(self.tasks)
+        return self.step.identity(self.plan.tasks)
 
 
 class RunPlan:
@@ -98,23 +94,18 @@ class RunPlan:
             self.at_once = min(self.tasks, workers)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
-        if depends is None:
-            self.depends = None
-        else:
-            self.depends = RunPlan(depends)
+        self.depends = None if depends is None else RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
-        self.runners = self._find_runners(getattr(executor, _COPIES, None))
+        self.runners = self._find_runners(getattr(executor, _COPIES, {}))
         no_bars_in_logs()
 
-    def _find_runners(self, copies: dict[int, Path] | None) -> list[RunnerPlan]:
-        is_seen = not self.as_jobs or copies is not None
+    def _find_runners(self, copies: dict[int, Path]) -> list[RunnerPlan]:
         found: list[RunnerPlan] = []
         before: list[PipelineStep] = []
         for index, step in enumerate(self.pipeline):
             if isinstance(step, InferenceRunner):
-                copy = (copies or {}).get(index)
-                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local, is_seen, copy))
+                found.append(RunnerPlan(self, index, step, before, copies.get(index)))
                 before = []
             else:
                 before.append(step)

@@ -21,7 +21,7 @@ from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.ranks import make, measure
 from tests.commands import Command
-from tests.jobs import documents, runner, writer
+from tests.jobs import documents, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 RANKS = 6
@@ -47,8 +47,9 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(
     assert verify(checkpoints).problems == []
     assert 0 < len(listed) <= LISTINGS
     listed.clear()
-    plan = RunPlan(LocalPipelineExecutor([], RANKS, logging_dir=str(tmp_path / "logs")))
-    check_output_of_run(plan, writer(tmp_path), checkpoints)
+    step = runner(tmp_path, server)
+    plan = RunPlan(LocalPipelineExecutor([step], RANKS, logging_dir=str(tmp_path / "logs")))
+    check_output_of_run(plan.runners[0], checkpoints)
     assert 0 < len(listed) <= LISTINGS
 
 

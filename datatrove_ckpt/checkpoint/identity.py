@@ -1,8 +1,8 @@
 """One run, one identity, one owner: ``run.json``.
 
-The identity is a flat dict of plain JSON values, which the caller makes. This module keeps and compares it. Where
-another release has described the user's code in another way, all but the code is compared, and the code from the next
-start on. ``run.json`` is replaced atomically, so a crash leaves either description, and both are accepted.
+The identity is a flat dict of plain JSON values, which the caller makes. Where another release has described the user's
+code in another way, all but the code is compared, and the code from the next start on. ``run.json`` is replaced
+atomically, so a crash leaves either description, and both are accepted.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process that finds another
 owner in the file stops before its next write. Locks (``files.Lock``) keep a second process from starting. The fence
@@ -70,7 +70,7 @@ _ANSWERING = ("canned_answers", "model_kwargs", "models", "use_chat")
 
 
 def of_model(name: str) -> str:
-    """A field of one of several models as that of a single one: ``model_kwargs`` of ``judge.model_kwargs``."""
+    """Returns a field of one of several models as the field of a single model: ``model_kwargs``."""
     head, _, inner = name.partition(".")
     if head in _USERS_FIELDS:
         return name
@@ -78,7 +78,7 @@ def of_model(name: str) -> str:
 
 
 def decides(name: str) -> bool:
-    """Whether a field of the identity, of any model, decides about an answer and is in no payload."""
+    """Whether a field of the identity decides about an answer and is in no payload."""
     return of_model(name) in _ANSWERING
 
 
@@ -93,17 +93,16 @@ class RunIdentity:
 
     @cached_property
     def kept(self) -> Json:
-        """The fields as files keep them."""
         return as_kept(self.fields)
 
     @property
     def digest(self) -> str:
-        """The same for two runs with the same fields."""
+        """Equal for two runs with the same fields."""
         return str(xxhash.xxh3_64_hexdigest(comparable("", self.kept)))
 
 
 def fields_without_secrets(fields: Json) -> Json:
-    """The fields of an identity, with hashes in the place of the user's secrets."""
+    """Returns the fields of an identity, with hashes in the place of the user's secrets."""
     found = environment_secrets(is_surely_secret).values()
     return {name: _field_without_secrets(name, value, found) for name, value in fields.items()}
 
@@ -116,7 +115,7 @@ def _field_without_secrets(name: str, value: object, found: Collection[str] | No
 
 
 def without_its_secrets(content: Json) -> Json:
-    """The content of a ``run.json`` or ``job.json``, with hashes in the place of secrets."""
+    """Returns the content of a ``run.json`` or ``job.json``, with hashes in the place of secrets."""
     clean = fields_without_secrets(content)
     if accepted := content.get("accepted_changes"):
         clean["accepted_changes"] = [_change_without_secrets(change) for change in accepted]
@@ -129,7 +128,7 @@ def _change_without_secrets(change: Json) -> Json:
 
 
 def as_kept(fields: Json) -> Json:
-    """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
+    """Returns fields as files keep them: a tuple becomes a list, 1.0 stays 1.0."""
     kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
     return fields_without_secrets(kept)
 
@@ -161,13 +160,13 @@ _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
 def stamped(fields: Json) -> Json:
-    """An identity as this version writes it: with its format and its version in front."""
+    """Returns an identity as this version writes it: with its format and its version in front."""
     rest = {name: value for name, value in fields.items() if name not in (FORMAT_KEY, WRITTEN_BY)}
     return {FORMAT_KEY: FORMAT, WRITTEN_BY: __version__, **rest}
 
 
 def settings_in(content: Json) -> Json:
-    """The identity in the content of ``run.json`` or ``job.json``: the settings that all ranks of a run share."""
+    """Returns the settings that all ranks of a run share, from the content of ``run.json`` or ``job.json``."""
     return {name: value for name, value in content.items() if name not in NO_SETTINGS}
 
 
@@ -176,7 +175,6 @@ def check_format(where: object, content: object, known: int = FORMAT, written_by
 
     Args:
         where: the file, for the message.
-        content: of the file; its ``format`` is compared.
         known: the newest format of such files.
         written_by: the version that wrote it, if ``content`` does not say.
 
@@ -226,7 +224,7 @@ _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})  
 
 
 class Change(NamedTuple):
-    """A field in which two runs differ: both values, and as text, which tells null from a field that is not set."""
+    """A field in which two runs differ: both values, and both as text, which tells null from a missing field."""
 
     field: str
     old: object
@@ -237,7 +235,7 @@ class Change(NamedTuple):
 
     @property
     def is_layout(self) -> bool:
-        """The content of the folder depends on the field, so another value is refused even with accept_changes."""
+        """The content of the folder depends on the field, so accept_changes does not accept it."""
         return self.field in _LAYOUT
 
 
@@ -253,14 +251,14 @@ class Owner(TypedDict):
 
 
 def new_owner(fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0) -> Owner:
-    """This process as an owner, with a nonce of its own. With fence 0 no process has worked on the rank."""
+    """Returns this process as an owner, with a nonce of its own. Fence 0: no process has worked on the rank."""
     host = socket.gethostname()
     pid = os.getpid()
     return Owner(fence=fence, host=host, pid=pid, nonce=secrets.token_hex(8), earlier=earlier or {}, commits=commits)
 
 
 class Fence:
-    """Tells whether this process is still the owner of a rank. Made by ``RunClaim.take``. Any thread may use it."""
+    """Tells whether this process is still the owner of a rank. Any thread may use it."""
 
     def __init__(self, path: Path, owner: Owner) -> None:
         self._path = path
@@ -375,7 +373,7 @@ def read_run(path: Path) -> Json:
 
 
 def run_with_secrets(path: Path) -> Json:
-    """``read_run``, with the secrets that an earlier release may have written."""
+    """Returns what ``read_run`` does, with the secrets that an earlier release may have written."""
     try:
         with explained("read", path), path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -387,7 +385,7 @@ def run_with_secrets(path: Path) -> Json:
 
 
 def parse_run(path: Path | str, data: bytes) -> Json:
-    """The content of ``run.json`` or ``job.json`` from its bytes.
+    """Returns the content of ``run.json`` or ``job.json`` from its bytes.
 
     Raises:
         CheckpointCorrupt: they hold no run. The message names ``path``.
@@ -405,7 +403,7 @@ def parse_run(path: Path | str, data: bytes) -> Json:
 
 
 def not_readable(path: Path | str) -> str:
-    """What to say about a checkpoint of another user."""
+    """Says that a checkpoint is another user's."""
     return (
         f"{path}: permission denied. Checkpoints are private, because they hold documents and answers. Run this "
         "command as the user who made them"
@@ -452,7 +450,7 @@ def _accept(folder: Path, changes: list[Change], accept: bool) -> list[Json]:
 
 
 def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> list[Change]:
-    """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it.
+    """Returns the fields in which a run differs from the content of a ``run.json`` or ``job.json``.
 
     Args:
         with_output: compare ``output_folder``, too.
@@ -476,7 +474,7 @@ def describe_alike(old: Json, new: Json) -> bool:
 
 
 def without_code(fields: Json) -> Json:
-    """The fields that mean the same in every version."""
+    """Returns the fields that mean the same in every version."""
     return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
@@ -489,7 +487,7 @@ def refusal(what: str, changes: Sequence[Change], *way_out: object) -> Checkpoin
 
 
 def _lines(change: Change) -> list[str]:
-    """A field with both values; of two mappings, what differs."""
+    """A field with both values; of two mappings, the values that differ."""
     field, old, new = change[:3]
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
@@ -514,13 +512,13 @@ def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
 
 
 def records(changes: Iterable[Change]) -> list[Json]:
-    """Changes that were accepted, as ``run.json`` and ``job.json`` keep them."""
+    """Returns accepted changes as ``run.json`` and ``job.json`` keep them."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [{"when": when, "field": change.field, "old": change.old, "new": change.new} for change in changes]
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
-    """Field, old and new value, as short JSON, of changes that were accepted, each once. Not: where the output is."""
+    """Returns field, old and new value, as short JSON, of accepted changes, but not of the output's place."""
     found = {
         (str(change.get("field")), _shown(change, "old"), _shown(change, "new")): None
         for change in changes
@@ -551,11 +549,7 @@ _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see re
 
 
 def comparable(name: str, value: object) -> bytes:
-    """The same bytes for two values of this setting that are the same.
-
-    Args:
-        value: anything that JSON can express.
-    """
+    """Returns equal bytes for two values of this setting that are the same."""
     return orjson.dumps(_plain(name, value))
 
 
@@ -586,6 +580,6 @@ def _plain(name: str, value: object, ordered: bool = False) -> object:
 
 
 def holds_work(folder: Path) -> bool:
-    """Whether a rank's folder holds a commit, a line of a journal, or a cached answer. Changes nothing."""
+    """Whether a rank's folder holds a commit, a line of a journal, or a cached answer."""
     written = [folder / COMMITS, *(journal_path(folder, index) for index in journal_indices(folder))]
     return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(folder / CACHE)

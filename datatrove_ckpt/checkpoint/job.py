@@ -3,11 +3,10 @@
 The ranks' ``run.json`` files are the truth. ``job.json`` says that they were compared with each other, so that a rank
 that starts reads one file, and not those of a thousand other ranks. A rank that finds none, or one that differs, takes
 ``job.lock``, compares itself with all other ranks, replaces ``job.json``, and keeps the lock until its own ``run.json``
-is written. A crash on the way leaves a ``job.json`` that no rank has used yet. It refuses nobody: the next rank that
-differs from it looks at the other ranks again.
+is written. A crash on the way leaves a ``job.json`` that no rank has used yet: the next rank that differs from it looks
+at the other ranks again.
 
 A rank takes part in the comparison if it holds work, or if the process that wrote its ``run.json`` still has its lock.
-Others have nothing that could be mixed up.
 """
 
 from __future__ import annotations
@@ -75,14 +74,14 @@ class JobChanges:
         self.changes += [change for change in changes if change not in self.changes]
 
     def join(self, other: JobChanges) -> None:
-        """Adds what was found elsewhere, of other ranks."""
+        """Adds changes of other ranks."""
         self.ranks = sorted([*self.ranks, *other.ranks])
         self.changes += [change for change in other.changes if change not in self.changes]
         self.empty += other.empty
 
 
 class KeptRun(NamedTuple):
-    """What is kept of a rank: its ``run.json``, whether that binds the rank to its run, and in which state it is."""
+    """A rank's ``run.json``, whether that binds the rank to its run, and in which state the rank is."""
 
     run: Json
     is_bound: Callable[[], bool]
@@ -120,10 +119,9 @@ def join_job(
 
 
 def recorded_output(root: Path, runs: Iterable[Json]) -> str | None:
-    """Returns the output folder of the last start, which finished ranks may not name; None if nothing names it.
+    """Returns the output folder of the last start, which finished ranks may not name.
 
     Args:
-        root: ``checkpoints_local_dir``.
         runs: the content of each ``run.json``, for a folder without ``job.json``.
     """
     contents = list(runs)
@@ -156,7 +154,6 @@ def compare_job(
     """Compares a job that is about to start with its ranks, finished ones included. Changes nothing.
 
     Args:
-        root: ``checkpoints_local_dir``.
         ranks: look at these only, if ``job.json`` agrees with the job. None: look at all that have a folder.
         only_tasks: see ``compare_kept``.
     """
@@ -166,10 +163,8 @@ def compare_job(
 
 
 def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
-    """Refuses another number of tasks than that of the ranks in a folder, for commands that start nothing.
-
-    Raises:
-        CheckpointMismatch: with both numbers, and the way out.
+    """Raises:
+    CheckpointMismatch: the ranks have another number of tasks; with both numbers, and the way out.
     """
     found = compare_job(root, identity, only_tasks=True)
     if found.changes:
@@ -178,7 +173,7 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
 
 
 def name_tasks(ranks: list[int]) -> str:
-    """Ranks for messages, the first few by number: "tasks 0, 1"."""
+    """Names ranks in a message, the first few by number: "tasks 0, 1"."""
     noun = "task" if len(ranks) == 1 else "tasks"
     shown = f"{noun} {', '.join(map(str, ranks[:5]))}"
     if len(ranks) <= 5:
@@ -187,7 +182,7 @@ def name_tasks(ranks: list[int]) -> str:
 
 
 def tasks_of(root: Path) -> int:
-    """The number of tasks of a run that has begun; 0: no file that can be read tells it."""
+    """Returns the number of tasks of a run that has begun; 0 if no readable file names it."""
     ranks = rank_numbers(root) if root.is_dir() else []
     for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
         with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
@@ -197,7 +192,6 @@ def tasks_of(root: Path) -> int:
 
 
 def _read(root: Path) -> Json:
-    """The content of ``job.json``; empty if there is none."""
     path = root / JOB
     if path.exists():
         return read_run(path)
@@ -221,7 +215,7 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
 
 
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
-    """Takes ``job.lock``. None: while this rank waited for it, another one has written a ``job.json`` that agrees."""
+    """Takes ``job.lock``. None: while this rank waited, another rank has written a ``job.json`` that agrees."""
     deadline = time.monotonic() + _GUARD_SECONDS
     while True:
         try:
@@ -235,7 +229,7 @@ def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
 
 
 def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> bytes:
-    """The content of the next ``job.json``, after a comparison with all other ranks."""
+    """Returns the content of the next ``job.json``, after a comparison with all other ranks."""
     others = _compare_ranks(root, [other for other in rank_numbers(root) if other != rank], identity)
     if others.changes and (not accept or others.is_layout):
         raise _refusal(root, others)
@@ -243,7 +237,7 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
 
 
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
-    """The content of a ``job.json`` that comes after one with the content ``before``."""
+    """Returns the content of a ``job.json`` that follows the content ``before``."""
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
     job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
     return sealed_json(job)
@@ -293,13 +287,13 @@ def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, 
 
 
 def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
-    """What the user has accepted before: field, old and new value. It holds for all ranks that were finished then."""
+    """Field, old and new value of what the user has accepted. It holds for all ranks that were finished then."""
     changes = [change for content in kept for change in content.get("accepted_changes", [])]
     return [(change.get("field"), change.get("old"), change.get("new")) for change in changes]
 
 
 def _is_live(folder: Path, run: Json) -> bool:
-    """Whether the process that wrote ``run.json`` works on the rank. One that has only the lock compares itself."""
+    """Whether the process that wrote ``run.json`` works on the rank. A process with the lock alone compares itself."""
     holder = files.lock_holder(folder / LOCK)
     owner = run.get("owner", {})
     return holder is not None and all(holder.get(name) == owner.get(name) for name in ("host", "pid"))

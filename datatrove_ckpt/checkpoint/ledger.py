@@ -1,8 +1,8 @@
 """RankLedger: what one rank has on disk, or in a copy of its mirror, read once. Changes nothing.
 
 The order of the reads makes it safe beside a run: which files are there, run.json, shard.json and last_chunk, the
-history, the journals, and the commits last. A run adds commits meanwhile. So what was read before them proves less, and
-nothing wrong; and a chunk that is committed meanwhile has left its journal, and is counted as committed.
+history, the journals, and the commits last. A run adds commits meanwhile, so what was read before them proves less, and
+nothing wrong. A chunk that is committed meanwhile has left its journal, and is counted as committed.
 
 ``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, for retries of dead letters. Their output goes to
 the same folder. ``RankLedger.root`` names the retry that a rank belongs to; "" is CHECKPOINTS itself.
@@ -98,10 +98,10 @@ CHECKED = Want.SETTINGS | Want.JOURNALS | Want.COMMITS
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many bytes to read of a rank, at most. Documents and dead letters may be large.
+    """How many bytes to read of a rank, at most.
 
     Attributes:
-        journals: if they are larger, the history tells how many documents are in them.
+        journals: if they are larger, the history has the number of their documents.
         letters: of its dead letters, the last ones are read.
     """
 
@@ -122,7 +122,7 @@ class RankLedger:
         journals: the documents in each journal; None: too large to be counted, and the history knows their sum.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with how often each occurs.
-        written: when the files were last written that a run writes, in Unix seconds, if that may matter.
+        written: when a run last wrote its files, in Unix seconds, if that may matter.
         damage: why a run would refuse the folder.
     """
 
@@ -165,7 +165,6 @@ class RankLedger:
 
     @property
     def settings(self) -> Json:
-        """The identity in ``run.json``: the settings that all ranks of a run share."""
         return settings_in(self.run)
 
     @property
@@ -180,7 +179,7 @@ class RankLedger:
 
     @property
     def last_commit(self) -> float | None:
-        """When it was made, in Unix seconds. The file tells it of a commit by an earlier release."""
+        """When it was made, in Unix seconds. Commits of an earlier release have the time of the file."""
         if self.sums.indices:
             return self.sums.at or self.written.get(COMMITS)
         return None
@@ -191,7 +190,7 @@ class RankLedger:
         return int(self.run.get("owner", {}).get("fence", 0))
 
     def numbers(self) -> RunNumbers:
-        """What all attempts did. Whether the newest one was killed cannot be seen here."""
+        """Returns what all attempts did. Whether the newest attempt was killed is not known here."""
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
         found = RunNumbers(
@@ -227,7 +226,7 @@ class RankLedger:
 
     @property
     def unfinished(self) -> DocumentCounts:
-        """The documents in journals of chunks that are not committed. As old as the history, if it tells their sum."""
+        """The documents in journals of chunks that are not committed."""
         if self.journals is None:
             assert self.history.last is not None
             done = self.history.last.documents
@@ -237,7 +236,7 @@ class RankLedger:
 
     @property
     def has_said_its_end(self) -> bool:
-        """Whether the newest attempt could say that it ended: then its last progress line knows of every document.
+        """Whether the newest attempt has an end line: then its last progress line knows of every document.
 
         ``repair`` is an owner, too, and writes no history.
         """
@@ -245,7 +244,7 @@ class RankLedger:
         return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.owners
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
-        """The bytes from ``start`` to ``end`` of the dead letters file, in blocks. Read now: they may be many."""
+        """Yields the bytes from ``start`` to ``end`` of the dead letters file, in blocks."""
         if end <= start or not self.dead_letters_file.exists():
             return
         with explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
@@ -255,12 +254,11 @@ class RankLedger:
                 start += len(block)
 
     def count_dead_letters(self, start: int, end: int) -> int:
-        """The number of dead letters between two byte offsets."""
         return sum(block.count(b"\n") for block in self.dead_letters(start, end))
 
 
 def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
-    """A rank or a chunk by its name for people: "retry-00001, rank 3, chunk 7"."""
+    """Names a rank or a chunk for people: "retry-00001, rank 3, chunk 7"."""
     parts = [root] if root else []
     parts += [f"rank {rank}"] if rank is not None else []
     parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
@@ -319,7 +317,6 @@ def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
 
 
 def not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
-    """The error for a checkpoint that this user may not read."""
     share = f", or ask that user for: chmod -R g+rX {checkpoints}"
     return ConfigError(not_readable(error.filename) + share)
 
@@ -408,7 +405,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
 
 
 class _Listing:
-    """What is in a rank's folder: few system calls, because there may be ten thousand ranks."""
+    """What is in a rank's folder, with few system calls, because there may be ten thousand ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder
@@ -425,7 +422,7 @@ class _Listing:
         """Finds the journals.
 
         Raises:
-            CheckpointCorrupt: something else has the name of a file, or of the folder itself.
+            CheckpointCorrupt: see ``check_files``.
         """
         for name, entry in self.entries.items():
             is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
@@ -457,7 +454,6 @@ class _Listing:
         return sum(status.st_size for _, status in self._stats(names))
 
     def times(self, names: Iterable[str]) -> dict[str, float]:
-        """When these files were last written, in Unix seconds."""
         return {name: status.st_mtime for name, status in self._stats(names)}
 
 
@@ -472,13 +468,13 @@ def _read_run(path: str, want: Want) -> Json:
 def _read_journals(
     rank: RankLedger, found: _Listing, want: Want, limits: Limits | None, ordinals: dict[int, dict[int, str]]
 ) -> dict[int, DocumentCounts] | None:
-    """The counts of each journal; None if the history knows their sum, and they need not or may not be read.
+    """Returns the counts of each journal; None if the history knows their sum, and they need not or may not be read.
 
     Args:
         ordinals: gets the fingerprints of documents by ordinal, of each journal that is checked.
 
     Raises:
-        CheckpointCorrupt: one is damaged.
+        CheckpointCorrupt: a journal is damaged.
     """
     if limits is not None and rank.history.last is not None and found.journals:
         too_large = found.size(*map(journal_name, found.journals)) > limits.journals
@@ -511,10 +507,8 @@ def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> No
 
 
 def check_readable(rank: RankLedger) -> None:
-    """Finds out whether files cause the damage that this user may not read, or that are none.
-
-    Raises:
-        PermissionError: one cannot be read.
+    """Raises:
+    PermissionError: the rank's damage is a file that this user may not read.
     """
     if rank.damage is None or not rank.folder.is_dir():
         return
@@ -528,7 +522,7 @@ def check_readable(rank: RankLedger) -> None:
 
 
 def _causes(path: str, size: int, most: int) -> Counter[str]:
-    """How often each cause occurs in the last ``most`` bytes of the dead letters. Numbers in a cause are left out."""
+    """Counts causes in the last ``most`` bytes of the dead letters. Numbers in a cause are left out."""
     causes: Counter[str] = Counter()
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
         if size > most:
@@ -584,8 +578,8 @@ class Expected:
 
     Attributes:
         known: number of commits when the rank's last owner started.
-        last: the chunk up to which all were committed; None: nothing says it.
-        documents: number of documents of a finished rank; None: nothing says it, or the rank is not finished.
+        last: the chunk up to which all were committed; None: no file names it.
+        documents: number of documents of a finished rank; None: no file names it, or the rank is not finished.
     """
 
     folder: Path
@@ -595,10 +589,8 @@ class Expected:
 
     @classmethod
     def read(cls, folder: Path, finished: bool, run: Json) -> Expected:
-        """
-        Args:
+        """Args:
             folder: the rank's folder.
-            finished: whether the rank is finished.
             run: the content of its ``run.json``; empty if there is none.
 
         Raises:
@@ -610,10 +602,8 @@ class Expected:
         return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: CommitSums) -> None:
-        """Checks that no commit is lost, as far as that can be known.
-
-        Raises:
-            CommitsDamaged: a commit is lost.
+        """Raises:
+        CommitsDamaged: a commit is lost, as far as that can be known.
         """
         path = self.folder / COMMITS
         number = len(commits.indices)
@@ -656,10 +646,8 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
 
 
 def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
-    """Checks that each commit starts where the commits before it end, or after that.
-
-    Raises:
-        CheckpointCorrupt: one does not.
+    """Raises:
+    CheckpointCorrupt: a commit starts before the end of the commits before it.
     """
     expected = ordinal = 0
     for index, commit in sorted(commits.items()):
@@ -678,10 +666,8 @@ def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
 
 
 def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
-    """Checks that dead_letters.jsonl is as long as the last commit says.
-
-    Raises:
-        CheckpointCorrupt: it is shorter.
+    """Raises:
+    CheckpointCorrupt: dead_letters.jsonl is shorter than the last commit says.
     """
     needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
     size = path.stat().st_size if path.exists() else 0

@@ -2,8 +2,8 @@
 
 The new run has another prompt or rollout, and reads the same input. An answer is used if the document has the same
 ordinal in the same rank, and the rollout's index and the final payload (model, prompt, parameters) are equal. Nothing
-else of the old run is used: no commit, no journal, no dead letter. Permanent errors are left out, because the change
-may correct them. A commit deletes its answers, unless the old run had ``keep_answers``.
+else of the old run is used. Permanent errors are left out, because the change may correct them. A commit deletes its
+answers, unless the old run had ``keep_answers``.
 
 Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is only read. A document
 that needs an answer moves its old answers to the rank's own request cache (``RankFiles.answers``). The rejected
@@ -49,7 +49,6 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 
     Args:
         root: the old run's ``checkpoints_local_dir``, or its run folder.
-        identity: of the new run.
 
     Raises:
         ConfigError, CheckpointMismatch: ``root`` holds no checkpoint, or its answers cannot be used.
@@ -83,7 +82,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 
 
 def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
-    """Refuses settings with which no answer can be used. The server's settings are in no payload."""
+    """Refuses settings with which no answer can be used."""
     binding = {_TASKS}
     if "models" not in kept and _MODEL not in _accepted(kept):  # else some answers may be of the model of now
         binding.add(_MODEL)
@@ -95,7 +94,7 @@ def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> Non
 
 
 def _accepted(kept: Json) -> list[str]:
-    """The fields that the user has changed in the middle of the old run."""
+    """Returns the fields that the user has changed in the middle of the old run."""
     return sorted({str(change.get("field")) for change in kept.get("accepted_changes", [])})
 
 

@@ -1,4 +1,4 @@
-"""What a step does with a rank: connects the other rooms, and closes there what it has made.
+"""Runs one rank: builds its checkpoint, output, source and scheduler, and closes them.
 
 Apart from ``runner.py``, which makes the step: a program that only makes it, or looks at it, needs none of this.
 """
@@ -277,7 +277,7 @@ class _Run:
 
 
 def shared_servers() -> ServerHost | None:
-    """The servers that this rank shares with others of its process."""
+    """Returns the servers that this rank shares with others of its process."""
     host = host_loop()
     if host is not None and isinstance(host.servers, ServerHost):
         return host.servers
@@ -426,7 +426,7 @@ class RankMessages:
 
 
 def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:
-    """What removes the bytes of media from a finished document, whose other fields stay; None: its writer saves them.
+    """Returns what removes the bytes of media from a finished document; None if its writer saves them.
 
     They would be in the journal, 13 MB in JSON for a picture of 10 MB, and then be left out by the writer.
     """
@@ -457,7 +457,7 @@ def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
 
 @contextmanager
 def naming_mirror(step: Step, root: Path) -> Iterator[None]:
-    """Says of a damaged checkpoint in ``root`` how it comes back from the mirror, if there is one that has it."""
+    """Adds to the error for a damaged checkpoint in ``root`` how it comes back from a mirror that has it."""
     try:
         yield
     except CheckpointCorrupt as error:
@@ -483,7 +483,7 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
 def open_mirror(
     step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
 ) -> RemoteMirror | None:
-    """What copies a rank's folder from now on; None without a mirror.
+    """Returns what copies a rank's folder from now on; None without a mirror.
 
     Raises:
         CheckpointMismatch: the mirror holds ranks of another run.

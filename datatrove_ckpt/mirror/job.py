@@ -1,10 +1,8 @@
 """``job.json`` of a mirror: the identity that all ranks of a job share, for nodes that see no other rank's folder.
 
-Ranks with disks of their own see each other on the mirror alone. datatrove skips finished ranks, so nobody restores
-them, and a job with another number of tasks would read their documents once more. So each rank that starts compares
-itself with the mirror's ``job.json``; if that is missing or another one, with the newest version of every rank that
-only the mirror has. Then its first upload
-writes ``job.json`` anew, and the next ranks read one object.
+Ranks with disks of their own see each other on the mirror alone. So each rank that starts compares itself with the
+mirror's ``job.json``; if that is missing or another one, with the newest version of every rank that only the mirror
+has. Then its first upload writes ``job.json`` anew, and the next ranks read one object.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         The ``job.json`` that the mirror lacks. The rank's mirror uploads it, because a remote may hang.
 
     Raises:
-        CheckpointMismatch: another rank belongs to another run; the message names each field with both values. Or see
-            ``refuse_resharded``.
+        CheckpointMismatch: another rank belongs to another run; or see ``refuse_resharded``.
         ConfigError: the bucket does not exist.
     """
     store = ObjectStore(url)
@@ -61,7 +58,7 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
 def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, only_tasks: bool) -> JobChanges:
     """Compares a job that is about to start with the ranks that only its mirror has. Changes nothing.
 
-    Each rank that starts does that, too, so a mirror that cannot be read is not said here.
+    Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
 
     Raises:
         CheckpointMismatch: see ``refuse_resharded``.
@@ -113,7 +110,7 @@ def _compare(
 
 
 def newest_manifest(url: str) -> Manifest | None:
-    """The newest version of a rank that can be read. A rank that is restored refuses damaged ones."""
+    """Returns the newest version of a rank that can be read. A rank that is restored refuses damaged ones."""
     mirrored = Versions(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 

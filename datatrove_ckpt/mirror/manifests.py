@@ -5,13 +5,12 @@
     REMOTE/00000/objects/<nonce>-000034             a part of a file; never changed, shared by versions
     REMOTE/00000/copies/<nonce>-000034              a second copy of the same part
 
-The names of the objects are part of the format, so they keep the older words "claim" and "generation".
-``nonce`` is that of the owner (see ``checkpoint/identity.py``) that wrote the object, so two processes never write one
-object.
+The names of the objects are part of the format, so they keep the older words "claim" and "generation". ``nonce`` is
+that of the owner that wrote the object, so two processes never write one object.
 
-A version is complete if its manifest is intact and so is, of each of its objects, one of the two copies. Versions
-share objects, so with one copy a single bad byte would spoil all the versions that are kept. The object store itself
-makes the second copy, which costs a request and no transfer.
+A version is complete if its manifest is intact and so is, of each of its objects, one of the two copies. Versions share
+objects, so with one copy a single bad byte would spoil all the versions that are kept. The object store itself makes
+the second copy, which costs a request and no transfer.
 """
 
 from __future__ import annotations
@@ -125,7 +124,6 @@ class Manifest:
     when: str = ""
 
     def parts(self) -> Iterator[Part]:
-        """Every part, of the files and of the answers."""
         for parts in self.files.values():
             yield from parts
         yield from self.answers
@@ -141,7 +139,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, body: bytes, where: str) -> Manifest:
-        """Everything that is acted on is checked, because anybody may have written to the mirror.
+        """Checks everything that is acted on, because anybody may have written to the mirror.
 
         Args:
             where: the manifest's URL.
@@ -185,7 +183,7 @@ def contains_version(owner: Json, version: Version) -> bool:
 
 
 def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset[int]]]:
-    """Rows of the request cache as the contents of objects, each with the ordinals of its documents."""
+    """Yields rows of the request cache as contents of objects, each with the ordinals of its documents."""
     lines: list[bytes] = []
     ordinals: set[int] = set()
     size = 0
@@ -212,7 +210,7 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
 
 
 def decode_answers(data: bytes) -> Iterator[CachedRequest]:
-    """The inverse of ``encode_answers``, for one object.
+    """Yields the rows of one object.
 
     Raises:
         Damaged: a line is no row of a request cache.
@@ -243,7 +241,7 @@ class Versions:
         self._seal = Seal(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
-        """All ownerships and versions, from one listing. The ownership that wins and the newest version come last."""
+        """Lists ownerships and versions. The ownership that wins and the newest version come last."""
         ownerships: list[Ownership] = []
         versions: list[Version] = []
         for match in filter(None, map(_NAME.fullmatch, self._store.names())):
@@ -262,12 +260,12 @@ class Versions:
         self._store.put(ownership.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
 
     def owner_text(self, ownership: Ownership) -> str:
-        """The owner's host and process id, for an error message."""
+        """Returns the owner's host and process id, for an error message."""
         content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
         return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
     def newest(self, versions: list[Version], use: Callable[[Version], T], problems: list[str]) -> T | None:
-        """What ``use`` returns for the newest version that is not damaged; None if all are.
+        """Returns what ``use`` returns for the newest version that is not damaged; None if all are.
 
         Args:
             problems: gets what is wrong with the newer ones.
@@ -280,15 +278,13 @@ class Versions:
         return None
 
     def read_manifest(self, version: Version, trusted: bool = False) -> Manifest:
-        """Whoever can write to the mirror may have made it.
-
-        Args:
-            trusted: check the seal first, because what it says is restored.
+        """Args:
+            trusted: check the seal first, because the version is restored.
 
         Raises:
             Damaged: it is missing or damaged.
             CheckpointCorrupt, ConfigError: see ``Seal.check``.
-            VersionMismatch: a newer version of this program wrote it. Older ones than it lack work, so none is tried.
+            VersionMismatch: a newer version of this program wrote it. Older ones lack work, so none of them is tried.
         """
         body = unseal(self._store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
         if body is None:
@@ -316,7 +312,7 @@ class Versions:
         return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
     def read_object(self, part: Part) -> bytes:
-        """The part's bytes, from whichever copy is intact.
+        """Returns the part's bytes, from whichever copy is intact.
 
         Raises:
             Damaged: neither is.
@@ -330,7 +326,7 @@ class Versions:
         raise Damaged(f"object {part.name} is missing or damaged, and so is its copy")
 
     def list_objects(self) -> set[tuple[str, str]]:
-        """Folder and name of every object, of both copies. Names that are not ours are left out."""
+        """Returns folder and name of every object, of both copies. Foreign names are left out."""
         names = ((folder, name) for folder in ("objects", "copies") for name in self._store.names(folder))
         return {(folder, name) for folder, name in names if _OBJECT.fullmatch(name)}
 

@@ -106,7 +106,7 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
 
 
 def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
-    """The settings that name something on the disk of a machine that is lost with it.
+    """Returns the settings that name something on the disk of a machine that is lost with it.
 
     Args:
         is_kept: whether a folder outlives the machine.
@@ -133,8 +133,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
 def check_step_order(pipeline: Sequence[object]) -> None:
     """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that needs documents.
 
-    The runner passes no documents on. As in datatrove, a step needs documents if ``data``, the first argument of its
-    ``run``, has no default.
+    As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no default.
 
     Raises:
         ConfigError: naming the steps.
@@ -160,7 +159,6 @@ def _needs_documents(step: PipelineStep) -> bool:
 
 
 def _skipped(plan: RunPlan) -> list[int]:
-    """The ranks that datatrove will skip, because they have a completion marker."""
     incomplete = set(plan.incomplete(plan.local_ranks))
     return [rank for rank in plan.local_ranks if rank not in incomplete]
 
@@ -283,11 +281,11 @@ def _refuse_changes(
 
 
 def check_before_run(executor: PipelineExecutor) -> None:
-    """All checks that need more than the settings. It starts nothing, and tells each runner the steps before it.
+    """Makes all checks that need more than the settings. Starts nothing, and notes in each runner the steps before it.
 
     Raises:
-        ConfigError: a folder that is a file, input that is not there, or a requirement that is missing on this machine.
-        CheckpointMismatch: checkpoints, markers or the input of finished ranks are those of another run.
+        ConfigError: a setting cannot work on this machine, or with the others.
+        CheckpointMismatch: markers, checkpoints or the input of finished ranks are those of another run.
         OutputFailed: the output's repository on the hub cannot be written to.
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
@@ -318,7 +316,7 @@ def check_before_run(executor: PipelineExecutor) -> None:
 
 
 def check_before_worker(executor: PipelineExecutor) -> None:
-    """The checks of a worker that takes tasks beside others: of this machine. Those of the whole job are ``run``'s.
+    """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes those of the job.
 
     Each task compares its settings with ``job.json`` when it starts.
 
@@ -358,8 +356,8 @@ class Checked(NamedTuple):
     """What was compared and is as it should be.
 
     Attributes:
-        jobs: the sums of each checkpoint that is on this machine, by its folder. All their output files were compared.
-        inputs: input files of finished ranks, with what these have read.
+        jobs: the sums of each checkpoint that is on this machine, by its folder.
+        inputs: input files of finished ranks.
     """
 
     jobs: dict[Path, JobSums]
@@ -367,7 +365,7 @@ class Checked(NamedTuple):
 
 
 def check_after_run(executor: PipelineExecutor) -> Checked:
-    """What exit code 0 promises. Another run on the same folders may have finished ranks since ``check_before_run``.
+    """Checks what exit code 0 promises. Another run on the same folders may have finished ranks meanwhile.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
@@ -379,10 +377,8 @@ def check_after_run(executor: PipelineExecutor) -> Checked:
 
 
 def check_steps(plan: RunPlan) -> None:
-    """The checks of settings that one step alone cannot see.
-
-    Raises:
-        ConfigError: steps or tasks would write the same files, a step would read its own output, or get no documents.
+    """Raises:
+    ConfigError: steps or tasks would write the same files, a step would read its own output, or get no documents.
     """
     for runner in plan.runners:
         check_rank_in_template(runner.step.output_writer, plan.tasks)
@@ -418,8 +414,7 @@ def _check_folders(plan: RunPlan) -> None:
 def _check_inputs(plan: RunPlan) -> None:
     """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
 
-    Lists local folders, others only before jobs that are paid for, and none that another executor has yet to create. A
-    retry does not need its input.
+    Lists local folders, others only before jobs that are paid for. A retry does not need its input.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
@@ -484,7 +479,7 @@ def _check_launch(plan: RunPlan) -> None:
 
 
 def _check_hub(plan: RunPlan) -> None:
-    """Asks the hub whether tasks that will run may write to their output folders, and has missing repositories made.
+    """Checks that tasks that will run may write to their output folders on the hub, and has missing repositories made.
 
     Raises:
         OutputFailed: see ``check_access``.
@@ -499,7 +494,7 @@ def _check_hub(plan: RunPlan) -> None:
 
 
 def committed_here(runner: RunnerPlan) -> Callable[[], int] | None:
-    """Counts the output files that a runner's checkpoints on this machine name; None if it has none here."""
+    """Returns what counts the output files that a runner's checkpoints on this machine name, if it has any here."""
     root = runner.root
     if root is None:
         return None
@@ -517,7 +512,7 @@ def check_output(
     Args:
         before: ranks that have no checkpoint will start. Else the sums have the work of all attempts, too.
         without: indices of steps in the pipeline whose output is not looked at.
-        patience_seconds: see ``check_output_of_run``.
+        patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
 
     Raises:
         CkptError: see ``check_output_of_run``.
@@ -556,7 +551,7 @@ def check_output_of_run(
 
     Args:
         first_starts: ranks that will start for the first time, if they have no checkpoint.
-        patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
+        patience_seconds: see ``check_output``.
         want: what to read of each rank, for the sums.
 
     Raises:

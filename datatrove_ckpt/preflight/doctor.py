@@ -1,7 +1,4 @@
-"""``datatrove-ckpt doctor``: checks folders, input, servers and limits of an executor before it runs.
-
-The checks change nothing; ``cli/run.py`` prints them.
-"""
+"""``datatrove-ckpt doctor``: checks folders, input, servers and limits of an executor before it runs."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
 
 
 def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
-    """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
     plan = RunPlan(executor)
     sample = Sample()
     yield from about("pipeline", _check_steps(executor, plan))

@@ -134,10 +134,9 @@ def _read_some(reader: BaseDiskReader, files: int) -> Sample:
 
 
 def _read_files(reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]) -> None:
-    """Adds the first documents, file after file.
+    """Adds the first documents, file after file, and the files that are ``refused``.
 
-    One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
-    that are refused for that are added to ``refused``.
+    One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``.
     """
     deadline = time.monotonic() + _SAMPLE_SECONDS
     for rank in range(files):
@@ -157,7 +156,7 @@ def _read_files(reader: BaseDiskReader, files: int, found: list[Document], refus
 
 
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:
-    """For datatrove's own readers; ours say it themselves."""
+    """Explains datatrove's own readers; ours do it themselves."""
     text = ""
     with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
         if names:
@@ -174,7 +173,7 @@ _PARTS = 20
 
 
 def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
-    """Whether each task has input: datatrove deals out whole files, in the order of their names.
+    """Checks that each task has input: datatrove deals out whole files, in the order of their names.
 
     Args:
         size: the bytes of the only file.
@@ -223,7 +222,7 @@ def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
 
 
 def note_steps(plan: RunPlan) -> None:
-    """Tells each runner the steps before it, for the records of the ranks that will finish."""
+    """Notes in each runner the steps before it, for the records of the ranks that will finish."""
     if plan.depends is not None:
         note_steps(plan.depends)
     for runner in plan.runners:
@@ -233,11 +232,9 @@ def note_steps(plan: RunPlan) -> None:
 def check_inputs_unchanged(plan: RunPlan) -> int:
     """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
 
-    Returns the number of files that were compared.
-
-    Says nothing of ranks that an earlier release finished, of ranks of a run with another number of tasks, and of
-    sources that are no files. A retry of dead letters does not need the input: it may be gone as a whole, and a
-    dataset is not opened.
+    Returns the number of files that were compared. Left out are ranks that an earlier release finished, runs with
+    another number of tasks, and sources that are no files. A retry of dead letters does not need the input: it may be
+    gone, and a dataset is not opened.
 
     Raises:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a step before the runner.
@@ -399,7 +396,6 @@ def _line(what: str, names: Iterable[str]) -> list[str]:
 
 
 def rows_without_document(root: Path) -> SkippedLines:
-    """The lines and rows of the whole input that were no documents."""
     skipped = SkippedLines()
     for rank in rank_numbers(root):
         record = ShardRecord.read(rank_folder(root, rank) / SHARD)

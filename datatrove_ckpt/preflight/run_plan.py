@@ -1,6 +1,6 @@
-"""What a job is, read from a datatrove executor. Checks and commands see this, and no executor.
+"""RunPlan: a job, read from a datatrove executor. Checks and commands see this, and no executor.
 
-Which tasks are marked as complete changes while they run, so that alone is asked for anew each time.
+Only ``incomplete`` reads the executor again: which tasks are marked as complete changes while they run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RunPlan:
         name: of the executor's class.
         local_ranks: those that this executor runs; the others belong to executors on other machines.
         is_local: the tasks run on this machine.
-        as_jobs: they run as Hugging Face Jobs, on disks that nobody else sees.
+        as_jobs: they run as Hugging Face Jobs, on disks that no other machine sees.
         at_once: how many tasks run at once, at most.
         depends: the job that comes first.
         waits: another job has yet to create the input.
@@ -131,17 +131,16 @@ class RunPlan:
         return found
 
     def marker(self, rank: int) -> str:
-        """The path of the file that marks a rank as complete."""
+        """Returns the path of the file that marks a rank as complete."""
         return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
 
     def forget(self, rank: int) -> None:
-        """Removes a rank's marker, if it has one."""
         name = f"completions/{rank:05d}"
         if self.logging_dir.isfile(name):
             self.logging_dir.rm(name)
 
     def marked(self) -> dict[str, object]:
-        """When each rank was marked, by the marker's path; without those of file systems that do not tell."""
+        """Returns when each rank was marked, by the marker's path, if its file system has times."""
         with file_system_call():
             found = self.logging_dir.find("completions", detail=True)
         times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
@@ -150,7 +149,7 @@ class RunPlan:
 
 @contextmanager
 def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Iterator[Callable[[str], str]]:
-    """While checks of this machine look at runners whose ranks run as jobs: plans have copies of their mirrors.
+    """Gives plans copies of the mirrors of runners whose ranks run as jobs, for checks on this machine.
 
     Yields what puts the mirrors' names into a text.
 

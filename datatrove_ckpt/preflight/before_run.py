@@ -29,7 +29,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    refuse_resharded,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
@@ -179,7 +178,6 @@ def _check_tasks(plan: RunPlan) -> None:
 
 def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
     use(runner.step.door)
-    refuse_resharded(root)
     skipped = _skipped(plan)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks

@@ -31,7 +31,7 @@ from datatrove_ckpt.errors.doors import command
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
-from datatrove_ckpt.preflight.doctor import Look, check_rules_of_hub
+from datatrove_ckpt.preflight.doctor import check_rules_of_hub
 from datatrove_ckpt.preflight.run_plan import RunPlan, checkpoints_seen
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
@@ -73,9 +73,10 @@ def _check_tasks(plan: RunPlan) -> None:
     Raises:
         CheckpointMismatch: it names the number.
     """
-    for step, root in plan.kept:
-        if root.is_dir() and rank_numbers(root):
-            refuse_other_tasks(root, step.identity(plan.tasks))
+    for runner in plan.runners:
+        root = runner.root
+        if root is not None and root.is_dir() and rank_numbers(root):
+            refuse_other_tasks(root, runner.identity)
 
 
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
@@ -142,7 +143,7 @@ def _work(executor: LocalPipelineExecutor) -> None:
 def _warn_of_hub(plan: RunPlan) -> None:
     """Warns as ``doctor`` does of commits to the hub that take days."""
     for runner in plan.runners:
-        for finding in check_rules_of_hub(Look(plan), runner.step):
+        for finding in check_rules_of_hub(plan, runner.step):
             if finding.state == "warning":
                 logger.warning(f"{finding.what}: {finding.message}")
 

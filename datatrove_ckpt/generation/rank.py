@@ -1,4 +1,4 @@
-"""What a step does with a rank: connects the other rooms, and closes there what it has made.
+"""Runs one rank: builds its checkpoint, output, source and scheduler, and closes them.
 
 Apart from ``runner.py``, which makes the step: a program that only makes it, or looks at it, needs none of this.
 """
@@ -19,7 +19,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharded
+from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -118,7 +118,6 @@ class _Run:
             without = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, self.preemption.shutdown)
             self._process(self.data, rank, without, RankNumbers(rank))
             return
-        refuse_resharded(step.checkpoints_root)
         if step.retry_dead_letters:
             self._retry(rank)
             return
@@ -274,7 +273,7 @@ class _Run:
 
 
 def shared_servers() -> ServerHost | None:
-    """The servers that this rank shares with others of its process."""
+    """Returns the servers that this rank shares with others of its process."""
     host = host_loop()
     if host is not None and isinstance(host.servers, ServerHost):
         return host.servers
@@ -423,7 +422,7 @@ class RankMessages:
 
 
 def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:
-    """What removes the bytes of media from a finished document, whose other fields stay; None: its writer saves them.
+    """Returns what removes the bytes of media from a finished document; None if its writer saves them.
 
     They would be in the journal, 13 MB in JSON for a picture of 10 MB, and then be left out by the writer.
     """
@@ -454,7 +453,7 @@ def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
 
 @contextmanager
 def naming_mirror(step: Step, root: Path) -> Iterator[None]:
-    """Says of a damaged checkpoint in ``root`` how it comes back from the mirror, if there is one that has it."""
+    """Adds to the error for a damaged checkpoint in ``root`` how it comes back from a mirror that has it."""
     try:
         yield
     except CheckpointCorrupt as error:
@@ -480,7 +479,7 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
 def open_mirror(
     step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
 ) -> RemoteMirror | None:
-    """What copies a rank's folder from now on; None without a mirror.
+    """Returns what copies a rank's folder from now on; None without a mirror.
 
     Raises:
         CheckpointMismatch: the mirror holds ranks of another run.

@@ -49,7 +49,7 @@ _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."
 
 @dataclass(eq=False, repr=False)
 class Step(PipelineStep):
-    """What is no argument is told by who starts an executor: see preflight, and the command line."""
+    """Preflight and the command line set the fields that are no arguments."""
 
     rollout_fn: Rollout
     config: InferenceConfig | dict[str, InferenceConfig]
@@ -165,7 +165,7 @@ class Step(PipelineStep):
         return self.config
 
     def requests_and_servers(self) -> tuple[int, int]:
-        """How many requests may be in flight at once, and how many servers there are. For ``raise_limit``."""
+        """Returns how many requests may be in flight at once, and how many servers there are."""
         models = self.models.values()
         requests = sum(requests_at_once(one.max_concurrent_generations, one.servers) for one in models)
         return requests, sum(one.servers for one in models)
@@ -177,7 +177,7 @@ class Step(PipelineStep):
 
     @property
     def may_share_servers(self) -> bool:
-        """Whether ranks of this process may use the same servers at one time. Those on several nodes have one rank."""
+        """Whether ranks of this process may share servers. Tasks on several nodes have one rank."""
         return Nodes.from_environment().count == 1 and all(one.reuse_servers for one in self.models.values())
 
     def identity(self, world_size: int) -> RunIdentity:
@@ -203,7 +203,7 @@ class Step(PipelineStep):
             )
 
     def code(self) -> CodeIdentity:
-        """What the code adds to the run's identity: of functions that were pickled by value, as they were then."""
+        """Returns what the code adds to the run's identity: of functions pickled by value, as they were then."""
         return code_identity(
             self.rollout_fn, self.shared_context, self._code_when_made, self.output_writer, self.rollout_version
         )
@@ -262,12 +262,12 @@ Step.__init__.__qualname__ = "InferenceRunner.__init__"  # the name that Python'
 
 
 def _for_process(step: Step) -> object:
-    """How a step is pickled for a worker process: through a pipe, with nothing that the process has already."""
+    """Pickles a step for a worker process: through a pipe, with nothing that the process has already."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)
 
 
-def _refuse_secrets(state: dict[str, Any]) -> None:
+def _refuse_secrets(state: dict[str, object]) -> None:
     try:
         with script_names.nothing_carried():
             places = secrets_in("the step", state)

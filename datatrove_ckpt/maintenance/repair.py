@@ -67,8 +67,7 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         for rank in plan.ranks:
             # From here on an old process without a lock (on a lost node, for example) writes nothing. ``take`` also
             # syncs the folder, and so the lock file, which marks the rank as unfinished.
-            claim = _claim(rank)
-            claim.take(claim.commits)
+            _claim(rank).take()
         for redo in plan.redo:
             _check_unchanged(redo)
         for number in plan.markers:

@@ -58,7 +58,7 @@ class ChunkOutput:
         self._check.refuse_unknown(*self._look())
 
     def _commits(self) -> RankCommits:
-        return RankCommits(self._check.root, self._rank, read=self._lease.read_commits)
+        return RankCommits(self._check.root, self._rank, read=self._lease.read_rank)
 
     def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
         """Lists the folder, and refuses it if committed files are missing or changed."""

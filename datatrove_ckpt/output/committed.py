@@ -28,7 +28,7 @@ from pathlib import Path
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.job import recorded_output
@@ -122,7 +122,7 @@ class RankCommits:
     Args:
         root: ``checkpoints_local_dir``.
         retries: ``retry_folders(root)``; None: look.
-        read: ``read_commits``, or that of the checkpoint that is open.
+        read: ``read_rank``, or that of the rank's lease.
         want: what else to read for ``seen``, which gets each ledger.
 
     Attributes:
@@ -137,7 +137,7 @@ class RankCommits:
         root: Path,
         rank: int,
         retries: Iterable[Path] | None = None,
-        read: Callable[[Path], dict[int, Commit]] = read_commits,
+        read: Callable[[str, int, Path, Want], RankLedger] = read_rank,
         want: Want = Want.COMMITS,
         seen: Callable[[RankLedger], None] = lambda found: None,
     ) -> None:
@@ -146,7 +146,6 @@ class RankCommits:
         self.files: list[CommittedFile] = []
         self.has_run = False
         self.is_finished = False
-        self._read = read
         self.unfinished: set[tuple[str, int]] = set()
         if retries is None:
             retries = retry_folders(root)
@@ -154,7 +153,7 @@ class RankCommits:
         for checkpoint, name in names.items():
             folder = rank_folder(checkpoint, rank)
             if folder.is_dir():
-                found = read_rank(name, rank, folder, want, read=read)
+                found = read(name, rank, folder, want)
                 self._add(found)
                 seen(found)
 
@@ -182,7 +181,7 @@ class RankCommits:
     @cached_property
     def chunks(self) -> set[int]:
         """What the rank itself, not a retry of it, has committed. Read again if it is asked for: a job has millions."""
-        return set(self._read(self.folder / COMMITS))
+        return set(read_commits(self.folder / COMMITS))
 
 
 def published_names(root: Path, rank: int) -> set[str] | None:

@@ -191,7 +191,7 @@ def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
 
 def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[Finding]:
     plan = RunPlan(LocalPipelineExecutor([step], logging_dir=str(folder)))
-    return list(doctor.check_runner(doctor.Look(plan, sample), "", plan.runners[0]))
+    return list(doctor.check_runner(plan.runners[0], "", sample))
 
 
 def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeServer) -> None:

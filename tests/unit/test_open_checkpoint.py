@@ -174,7 +174,7 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
     newer = placement.newer
     assert list(newer.resumed.journals) == [0]
     assert (tmp_path / "00000/chunk_00000.jsonl").stat().st_size > 0
-    assert newer.lease.read_commits(tmp_path / "00000/commits.jsonl") == {}
+    assert newer.lease.read_rank("", 0, tmp_path / "00000", Want.COMMITS).commits == {}
     run(newer, 2)
     newer.close(completed=True)
     assert set(read_commits(tmp_path / "00000/commits.jsonl")) == {0}
@@ -204,10 +204,16 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
         monkeypatch.setattr(fcntl, "flock", no_locks)
     checkpoint = opened(tmp_path)
     run(checkpoint, 2)
-    log = tmp_path / "00000/commits.jsonl"
-    assert set(checkpoint.lease.read_commits(log)) == {0}
-    log.write_bytes(b"")  # as by another process
-    assert set(checkpoint.lease.read_commits(log)) == ({0} if locks else set())
+
+    def known() -> set[int]:
+        found = checkpoint.lease.read_rank("", 0, tmp_path / "00000", Want.COMMITS)
+        assert found.run
+        return set(found.commits)
+
+    assert known() == {0}
+    (tmp_path / "00000/commits.jsonl").write_bytes(b"")  # as by another process
+    (tmp_path / "last_chunk/00000.txt").unlink()
+    assert known() == ({0} if locks else set())
     checkpoint.close(completed=True)
 
 
@@ -236,7 +242,7 @@ def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(
     newer.close()
 
 
-READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_history", "read_finished"]
+READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_history", "read_finished", "read_commits"]
 
 
 @pytest.mark.parametrize("want", [CHECKED | Want.HISTORY, Want.HISTORY | Want.JOURNALS], ids=["checked", "summed"])
@@ -279,7 +285,7 @@ def ledger_reads(folder: Path, moment: int, want: Want, monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         for name in READS:
             patched.setattr(ledger, name, partial(reading, getattr(ledger, name)))
-        rank = ledger.read_rank("", 0, folder / "00000", want, read=partial(reading, read_commits))
+        rank = ledger.read_rank("", 0, folder / "00000", want)
     may_publish.set()
     checkpoint.close()
     assert rank.damage is None

@@ -102,7 +102,7 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
     compression = None if known.is_compressed else "infer"
     try:
         with file_system_call(), folder.open(path, "rb", compression=compression) as file:
-            for row, _ in known.rows(file, ("id", "text", "metadata", key, "embedding")):
+            for row, _ in known.rows(file, ("id", "text", "metadata", key)):
                 if row is not None:
                     yield ShownDocument(str(row.get("id")), str(row.get("text", "")), _answer(row, key), path)
     except (OSError, EOFError) as error:
@@ -119,17 +119,7 @@ def _answer(row: Json, key: str) -> str:
         return _text({name: value for name, value in row.items() if name not in ("id", "text")})
     if not isinstance(results, list):
         results = [results]
-    return "\n\n".join(_text(_with_vector(result, metadata | row)) for result in results)
-
-
-def _with_vector(result: object, columns: Json) -> object:
-    """The result; of EmbedRollout with a ``column`` the vector that is there."""
-    if not isinstance(result, dict):
-        return result
-    name = result.get("column")
-    if name is None or columns.get(name) is None:
-        return result
-    return {name: columns[name]}
+    return "\n\n".join(map(_text, results))
 
 
 def _text(result: object) -> str:

@@ -1,16 +1,8 @@
-"""Reads all ranks of a run into one ``RunState``. Changes nothing, and holds no lock.
-
-with open_place("s3://bucket/mirror", wanted=wanted_files) as place:
-    state = read_run_state(place)
-"""
+"""Reads all ranks of a run into one ``RunState``. Changes nothing, and holds no lock."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,10 +29,7 @@ from datatrove_ckpt.maintenance.where import Place
 _JOURNAL_BYTES = 1 << 22
 _LETTER_BYTES = 1 << 25
 _MOST_BYTES = 1 << 23
-# More ranks than this are worth a few more processes.
-_MANY = 2000
-_PART = 250
-_MOST_PROCESSES = 8
+_WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
 _NOT_FOR_ALL = (layout.CACHE, layout.RETRY_INPUT)
 
 
@@ -66,17 +55,18 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         state.given = place.given
         state.tasks = place.tasks
     limits = Limits(min(_MOST_BYTES, _JOURNAL_BYTES // len(found)), min(_MOST_BYTES, _LETTER_BYTES // len(found)))
-    tasks = [
-        (root, number, folder, limits, state.read_at, _copied_at(place, root, number)) for root, number, folder in found
-    ]
     try:
-        ranks = _read_all(tasks)
+        for root, number, folder in found:
+            ledger = read_rank(root, number, folder, _WANTED, limits)
+            check_readable(ledger)
+            rank = rank_state(ledger, now, _copied_at(place, root, number))
+            rank.reason = place.said(rank.reason)
+            if root:
+                state.retries.append(rank)
+            else:
+                state.ranks.append(rank)
     except PermissionError as error:
         raise not_permitted(place.folder, error) from None
-    for rank in ranks:
-        rank.reason = place.said(rank.reason)
-    state.ranks = [rank for rank in ranks if not rank.root]
-    state.retries = [rank for rank in ranks if rank.root]
     run = _first_run(state.ranks)
     if run:
         state.identity = {"format": run["format"], **settings_in(run)}
@@ -126,34 +116,6 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
                 f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
                 "command again."
             )
-
-
-_Task = tuple[str, int, Path, Limits, float, float | None]
-"""Root, number and folder of a rank, and what ``rank_state`` needs besides."""
-_WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
-
-
-def _read_all(tasks: list[_Task]) -> list[RankState]:
-    """Reads the ranks; very many of them in several processes. A fork is safe only while there is one thread."""
-    processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
-    if len(tasks) < _MANY or processes < 2 or threading.active_count() > 1:
-        return _read_some(tasks)
-    parts = [tasks[start : start + _PART] for start in range(0, len(tasks), _PART)]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        return [rank for part in pool.map(_read_some, parts) for rank in part]
-
-
-def _read_some(tasks: list[_Task]) -> list[RankState]:
-    """
-    Raises:
-        PermissionError: a file may not be read.
-    """
-    found = []
-    for root, number, folder, limits, now, copied_at in tasks:
-        ledger = read_rank(root, number, folder, _WANTED, limits)
-        check_readable(ledger)
-        found.append(rank_state(ledger, now, copied_at))
-    return found
 
 
 def _sort_out(state: RunState, folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from datatrove.io import DataFolder
@@ -14,15 +15,13 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.layout import HOME, rank_folder
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
-from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.output.committed import file_problem, published_names, stray_advice
 from datatrove_ckpt.output.formats import format_of_file
-from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubReads
-from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
+from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_files
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
 from datatrove_ckpt.output.stoppable import StoppableCalls
@@ -66,12 +65,14 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
 
 def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     """Every file in the output folder; None if the folder cannot be listed."""
+    committed: dict[str, OutputFile] = {plain(file.path): file for chunk in report.chunks for file in chunk.files}
+    look = partial(list_files, report.folder, committed)
     try:
         with file_system_call():
             if report.hub is not None:
-                found = _list_hub(report, report.hub)
+                found = HubReads(report.hub, StoppableCalls()).listed(look, committed.values())
             else:
-                found = _list_folder(report)
+                found = look()
             is_there = bool(found.sizes) or (report.hub is None and report.folder.exists(""))
     except (OSError, OutputFailed) as failure:
         error: BaseException = failure
@@ -88,42 +89,6 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
         )
         return None
     return found
-
-
-def _committed_files(report: Report) -> dict[str, OutputFile]:
-    return {plain(file.path): file for chunk in report.chunks for file in chunk.files}
-
-
-def _list_folder(report: Report) -> FoundFiles:
-    committed = _committed_files(report)
-    report.folder.invalidate_cache()
-    found = FoundFiles()
-    for path, info in report.folder.find("", detail=True).items():
-        if info["type"] != "directory":
-            found.note(path, info["size"], _stamp(report.folder, path, info), committed.get(path))
-    return found
-
-
-def _list_hub(report: Report, hub: HubFolder) -> FoundFiles:
-    """A folder there exists with its first file, and may be listed as it was a moment ago."""
-    committed = _committed_files(report)
-    found = FoundFiles({})
-    reads = HubReads(hub, StoppableCalls())
-    found.show(reads.looked("cannot be listed", hub.files))
-    for path, listed in found.hub_files.items():
-        found.note(path, listed.size, listed.stamp, committed.get(path))
-    files = (file for chunk in report.chunks for file in chunk.files)
-    reads.look_again(found, files)
-    return found
-
-
-def _stamp(folder: DataFolder, path: str, info: Json) -> int:
-    """The stamp of a file in a listing. Of a file on a disk, a listing of fsspec has no exact time."""
-    if not folder.is_local():
-        return remote_stamp(info)
-    with suppress(OSError):  # removed since it was listed, which shows later
-        return local_stamp(Path(folder.resolve_paths(path)).stat())
-    return 0
 
 
 def is_owned(report: Report) -> bool:

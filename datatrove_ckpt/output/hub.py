@@ -237,6 +237,20 @@ class HubFolder:
             self.repo, operations, commit_message=message, repo_type=self.kind, revision=self.branch, parent_commit=head
         )
 
+    def head(self) -> str | None:
+        """The branch's newest commit. Raises OSError."""
+        head: str | None = self.api().repo_info(self.repo, revision=self.branch, repo_type=self.kind).sha
+        return head
+
+    def remove(self, paths: Sequence[str], message: str, head: str | None = None) -> None:
+        """Removes files, named by their paths in the repository, which must exist. ``head``: as ``commit``."""
+        from huggingface_hub import CommitOperationDelete
+
+        if self.is_bucket:
+            self.api().batch_bucket_files(self.repo, delete=list(paths))
+        else:
+            self.commit([CommitOperationDelete(path) for path in paths], message, head)
+
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
         """The content of a file in a repository, in blocks of at most ``size`` bytes. One request, nothing is kept.
 

@@ -30,10 +30,10 @@ from datatrove_ckpt.output.hub_uploads import (
     GENERATION_GOES_ON,
     HubUploads,
     UploadedFile,
-    given_up,
     hub_failure,
 )
 from datatrove_ckpt.output.names import plain
+from datatrove_ckpt.output.stoppable import given_up
 
 MOST_FILES = 100
 """Files in a commit. The hub advises fewer than 100 or so."""
@@ -160,11 +160,11 @@ class HubCommits(Placement):
             seen = self._uploads.commit(files, title, history.head)
         except OSError as error:
             folder = self._uploads.folder
-            what = f"{plural(len(self._queue), 'file')} wait for a commit"
+            what = f"{folder.url}: {plural(len(self._queue), 'file')} wait for a commit"
             try:
-                self._calls.sleep(attempts.failed(f"{folder.url}: {what}", error))
+                self._calls.sleep(attempts.failed(what, error))
             except OSError:
-                raise given_up(folder, what, error) from error
+                raise given_up(what, error, hub_failure, folder.advice) from error
             return  # the commit may have happened, although no answer said so: the next attempt looks
         attempts.succeeded()
         self._seconds = self._pace.seconds_of_next()

@@ -92,65 +92,62 @@ class UploadedFile:
 class HubReads:
     """Reads from one folder, and waits for a hub that does not answer."""
 
+    lease: RankLease | None = None
+
     def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
         self.folder = folder
         self.calls = calls
 
-    def looked(self, what: str, call: Callable[[], T], patience_seconds: float | None = None) -> T:
-        """Calls until it works, before or after generation.
-
-        Args:
-            patience_seconds: how long it may fail, and how long one call may take; None: five minutes.
-
-        Raises:
-            OutputFailed: it cannot work, or has failed for that long.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        policy = retrying.HUB_LOOK
-        if patience_seconds is not None:
-            policy = replace(policy, patience=patience_seconds)
-        return self._retried(what, call, policy.patience, policy)
-
-    def _retried(
+    def looked(
         self,
         what: str,
         call: Callable[[], T],
-        at_most_seconds: float,
-        policy: RetryPolicy,
-        sleep: Callable[[float], None] | None = None,
+        policy: RetryPolicy | None = None,
+        at_most_seconds: float | None = None,
     ) -> T:
-        """``at_most_seconds``: for one call."""
-        run = partial(self.calls.run, call, at_most_seconds)
+        """Calls until it works.
+
+        Args:
+            policy: None: ``HUB_LOOK``, before or after generation.
+            at_most_seconds: for one call; None: the patience of the policy.
+
+        Raises:
+            OutputFailed: the call cannot work, or has failed for too long.
+            Stopping: the calls were stopped.
+        """
+        policy = policy or retrying.HUB_LOOK
         meanwhile = ""
         if policy is retrying.HUB:
             meanwhile = GENERATION_GOES_ON
-        try:
-            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self.calls.sleep)
-        except OSError as error:
-            raise given_up(self.folder, what, error) from error
+        at_most_seconds = at_most_seconds or policy.patience
+        folder = self.folder
+        what = f"{folder.url}: {what}"
+        return self.calls.retry(what, call, policy, hub_failure, folder.advice, at_most_seconds, self.lease, meanwhile)
 
-    def look_again(self, found: FoundFiles, files: Iterable[OutputFile]) -> None:
-        """Adds to a listing what the hub shows now of those files that it seemed to lack, or to have changed.
+    def listed(
+        self, call: Callable[[], FoundFiles], files: Iterable[OutputFile], policy: RetryPolicy | None = None
+    ) -> FoundFiles:
+        """Lists the folder by a call, and looks again at those of the files that it seems to lack or to have changed.
 
         Raises:
-            OutputFailed: the hub cannot be asked.
-            Stopping: ``stop`` was called meanwhile.
+            OutputFailed, Stopping: see ``looked``.
         """
+        found = self.looked("cannot be listed", call, policy)
         for seconds in LAG_LOOKS:
             files = [file for file in files if not found.is_right(file)]
             if not files:
-                return
+                break
             self.calls.sleep(seconds)
             names = [plain(file.path) for file in files]
             found.show(self.looked("cannot be listed", partial(self._newest, names)))
+        return found
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
         """Those of the files that exist in the branch's newest commit, which a branch's name may lag behind."""
         folder = self.folder
         if folder.is_bucket:
             return folder.look_up(names)
-        head = folder.api().repo_info(folder.repo, revision=folder.branch, repo_type=folder.kind).sha
-        return folder.look_up(names, head)
+        return folder.look_up(names, folder.head())
 
 
 class HubUploads(HubReads):
@@ -162,7 +159,7 @@ class HubUploads(HubReads):
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
         super().__init__(folder, calls)
-        self.lease = lease
+        self.lease: RankLease = lease
         self._history = History()
         self._seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
@@ -175,9 +172,8 @@ class HubUploads(HubReads):
 
         Raises:
             OutputFailed: the hub refuses them.
-            Stopping: ``stop`` was called meanwhile.
+            Stopping: the calls were stopped.
         """
-
         if not files:
             return []
         send = self._preupload
@@ -185,7 +181,7 @@ class HubUploads(HubReads):
             send = self._put_in_bucket
         seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
         what = f"{_some(list(files))} could not be uploaded"
-        uploaded = self._retried(what, partial(send, files), seconds, retrying.HUB, self._pause)
+        uploaded = self.looked(what, partial(send, files), retrying.HUB, seconds)
         ignored = [file.name for file in uploaded if file.is_ignored]
         if ignored:
             raise OutputFailed(
@@ -220,7 +216,7 @@ class HubUploads(HubReads):
             Stopping: ``stop`` was called meanwhile.
         """
         look_up = partial(self.folder.look_up, names)
-        return self._retried("cannot be listed", look_up, ANSWER_SECONDS, retrying.HUB, self._pause)
+        return self.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
 
     def history(self) -> History:
         """The branch's newest commit, and the commits of the last hour.
@@ -265,22 +261,12 @@ class HubUploads(HubReads):
         self.calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
         return len(self._seen)
 
-    def _pause(self, seconds: float) -> None:
-        self.calls.sleep(seconds)
-        self.lease.check()
-
 
 def hub_failure(error: BaseException) -> str:
     """What a log line says about a failed call."""
     if http_status(error) in _CONTENTION:
         return f"another process committed at the same moment (HTTP {http_status(error)})"
     return library_line(error)
-
-
-def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
-    """The error for a call that is not made again: what happened, and what to do."""
-    kept = "Nothing that was saved is lost: run the same command again"
-    return OutputFailed(f"{folder.url}: {what}: {library_line(error)}. {folder.advice(error)} {kept}.")
 
 
 def _some(names: Sequence[str]) -> str:

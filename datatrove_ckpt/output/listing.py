@@ -94,24 +94,49 @@ def list_output(
     Raises:
         OSError: the folder cannot be read. One that does not exist holds no files.
     """
-    folder = writer.output_folder
     head, everywhere = _head(writer.output_filename, rank)
-    if folder.is_local():
-        return _list_local(Path(folder.resolve_paths("")), head, everywhere, committed)
-    hub = HubFolder.of(folder)
-    if hub is None:
-        return _list_remote(folder, head, writer.max_file_size > 0, committed)
+    numbered = writer.max_file_size > 0
     try:
-        return _list_hub(hub, posixpath.dirname(head), committed, others)
+        return list_files(writer.output_folder, committed, head, everywhere, numbered, others, STAGING)
     except OSError as error:
         if committed or private_if_made(writer) is None or not is_missing_repository(error):
             raise
         return FoundFiles()  # a run makes it
 
 
-def _list_local(root: Path, head: str, everywhere: bool, committed: Mapping[str, OutputFile]) -> FoundFiles:
+def list_files(
+    folder: DataFolder,
+    committed: Mapping[str, OutputFile],
+    head: str = "",
+    everywhere: bool = True,
+    numbered: bool = False,
+    others: bool = True,
+    without: str = "",
+) -> FoundFiles:
+    """Lists a folder: the committed files, and at least the other files whose names start with ``head``.
+
+    Args:
+        everywhere: also those in the folders below that.
+        numbered: a number stands before each name.
+        others: see ``list_output``.
+        without: a local folder that is left out.
+
+    Raises:
+        OSError: the folder cannot be read. One that does not exist holds no files.
+    """
+    if folder.is_local():
+        return _list_local(Path(folder.resolve_paths("")), head, everywhere, without, committed)
+    hub = HubFolder.of(folder)
+    if hub is None:
+        return _list_remote(folder, head, numbered, committed)
+    return _list_hub(hub, posixpath.dirname(head), committed, others)
+
+
+def _list_local(
+    root: Path, head: str, everywhere: bool, without: str, committed: Mapping[str, OutputFile]
+) -> FoundFiles:
     found = FoundFiles()
-    for name, status in _scan(root, head, everywhere):
+    for name, status in _scan(root, head, everywhere, without):
         found.note(name, status.st_size, local_stamp(status), committed.get(name))
     for name, status in _look_at(root, [name for name in committed if name not in found.sizes]):
         found.note(name, status.st_size, local_stamp(status), committed[name])
@@ -139,12 +164,8 @@ def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Mappi
         # Files that an earlier template named, or those with a number other than the first.
         if any(name not in remote and not name.startswith(head) for name in committed):
             remote |= _find(folder, "", numbered=False)
-        return _noted(remote, committed)
-
-
-def _noted(infos: Mapping[str, Mapping[str, Any]], committed: Mapping[str, OutputFile]) -> FoundFiles:
     found = FoundFiles()
-    for name, info in infos.items():
+    for name, info in remote.items():
         found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
     return found
 
@@ -192,7 +213,7 @@ def _head(template: Template, rank: int | None) -> tuple[str, bool]:
     return head, "/" in rest or bool(fields_of_documents(template))
 
 
-def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, os.stat_result]]:
+def _scan(root: Path, head: str, everywhere: bool, without: str) -> Iterator[tuple[str, os.stat_result]]:
     """The files whose names start with ``head``, perhaps after a number, as writers with max_file_size give it.
 
     Only these are looked at: a folder that all ranks share may hold a million files, and to look at one may take a
@@ -217,7 +238,7 @@ def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, os.sta
                 if name == base and not may_be_ours(entry.name):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    if everywhere and path != STAGING:
+                    if everywhere and path != without:
                         waiting.append(path)
                 elif entry.is_file():
                     with suppress(FileNotFoundError):  # removed meanwhile

@@ -18,7 +18,7 @@ from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.stoppable import StorageCalls
+from datatrove_ckpt.output.stoppable import StoppableCalls
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class OutputFolder:
             self.retry = scratch.parent.name
         self.is_first = False
         """Whether ``refuse_existing`` was called, and refused nothing."""
-        self.calls = StorageCalls()
+        self.calls = StoppableCalls()
         """All calls and pauses for the folder, also those of the target. ``ChunkOutput.stop`` ends them."""
 
     def refuse_existing(self) -> None:
@@ -92,10 +92,10 @@ class OutputFolder:
         return self._list(self.check.by_name([commits]), rank=self.rank, others=others)
 
     def _list(self, committed: Mapping[str, CommittedFile], **options: Any) -> FoundFiles:
-        found = self._call("cannot be listed", partial(self.check.look, committed, **options))
+        look = partial(self.check.look, committed, **options)
         if self.hub is not None:  # it may not show yet what it has committed
-            HubReads(self.hub, self.calls).look_again(found, committed.values())
-        return found
+            return HubReads(self.hub, self.calls).listed(look, committed.values())
+        return self._call("cannot be listed", look)
 
     def _call(self, what: str, call: Callable[[], T]) -> T:
         """Calls what looks at the folder. ``what`` starts the messages."""

@@ -27,6 +27,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import NamedTuple
@@ -359,11 +360,6 @@ class _HubRecord(_Record):
         self._path = path
         self.place = f"{self._hub.url}/{path}"
 
-    def _head(self) -> str | None:
-        hub = self._hub
-        head: str | None = hub.api().repo_info(hub.repo, revision=hub.branch, repo_type=hub.kind).sha
-        return head
-
     def _read(self) -> bytes | None:
         try:
             found = self._hub.look_up([self._path])
@@ -378,26 +374,21 @@ class _HubRecord(_Record):
     def _create(self, data: bytes) -> None:
         from huggingface_hub import CommitOperationAdd
 
-        head = self._head()
-        if self._hub.look_up([self._path], head):
+        add = [CommitOperationAdd(self._path, data)]
+        self._change(False, partial(self._hub.commit, add, "Note the run that writes here"))
+
+    def remove(self) -> None:
+        self._change(True, partial(self._hub.remove, [self._path], "Remove the note of a run that is gone"))
+
+    def _change(self, is_there: bool, commit: Callable[..., None]) -> None:
+        head = self._hub.head()
+        if bool(self._hub.look_up([self._path], head)) != is_there:
             return
         try:
-            self._hub.commit([CommitOperationAdd(self._path, data)], "Note the run that writes here", head)
+            commit(head=head)
         except OSError as error:
             status = http_status(error)
             if status == _LIMITED:  # for an hour, perhaps; each commit of files compares, too
                 raise PermissionError(str(error)) from error
-            if status != _MISMATCH:
-                raise
-
-    def remove(self) -> None:
-        from huggingface_hub import CommitOperationDelete
-
-        head = self._head()
-        if not self._hub.look_up([self._path], head):
-            return
-        try:
-            self._hub.commit([CommitOperationDelete(self._path)], "Remove the note of a run that is gone", head)
-        except OSError as error:
-            if http_status(error) != _MISMATCH:  # another rank may have removed it
+            if status != _MISMATCH:  # another rank or run was first
                 raise

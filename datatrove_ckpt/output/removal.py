@@ -77,13 +77,6 @@ def _remove_from_hub(hub: HubFolder, names: Sequence[str]) -> None:
 
 
 def _remove(hub: HubFolder, names: Sequence[str]) -> None:
-    from huggingface_hub import CommitOperationDelete
-
     there = [hub.full_name(name) for name in hub.look_up(names)]
-    if not there:
-        return
-    if hub.is_bucket:
-        hub.api().batch_bucket_files(hub.repo, delete=there)
-        return
-    message = f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair"
-    hub.commit([CommitOperationDelete(path) for path in there], message)
+    if there:
+        hub.remove(there, f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair")

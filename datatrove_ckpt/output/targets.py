@@ -23,14 +23,14 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import xxhash
 from datatrove.io import DataFolder
@@ -43,11 +43,7 @@ from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.common.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.common.retrying import (
-    http_status,
-    is_taken,
-    s3_code,
-)
+from datatrove_ckpt.common.retrying import http_status, is_taken, s3_code
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import RankCommits, other_content
 from datatrove_ckpt.output.hub import HubFolder
@@ -58,7 +54,7 @@ from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp,
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.removal import remove_file, sync_parents
-from datatrove_ckpt.output.stoppable import StorageCalls
+from datatrove_ckpt.output.stoppable import StoppableCalls
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would
@@ -66,8 +62,6 @@ send that much again after each reset, and hold ten parts of that size in memory
 
 _MAX_PARTS = 10_000  # S3's limit
 _BLOCK = 1 << 20
-
-T = TypeVar("T")
 
 S3Response: TypeAlias = dict[str, Any]
 """A response of S3 as botocore parses it."""
@@ -239,7 +233,7 @@ class RemoteTarget(Target):
         lease: checked before a further attempt to upload.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StorageCalls) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls) -> None:
         super().__init__(folder, scratch)
         self._lease = lease
         self._calls = calls
@@ -247,18 +241,11 @@ class RemoteTarget(Target):
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
     def _create(self, staged: Path, name: str) -> bool:
-        if self._look_up(name, self._exists):
+        if self._look_up(name):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
         return self.upload(staged, name)
-
-    def _exists(self, name: str) -> bool:
-        try:
-            self._info(name)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _replace(self, staged: Path, name: str) -> None:
         self.upload(staged, name)
@@ -273,10 +260,10 @@ class RemoteTarget(Target):
         size = local.stat().st_size
         remote = self._folder.resolve_paths(name)
         put = partial(self._put, local, name, **options)
-        if not self._calls.retry(f"{remote} could not be uploaded", put, self._pause):
+        if not self._calls.retry(f"{remote} could not be uploaded", put, lease=self._lease):
             return False
-        remote_size = self._look_up(name, self._info)["size"]
-        if int(remote_size) != size:
+        remote_size = int(self._look_up(name).get("size", -1))
+        if remote_size != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
                 "find out who else writes there, and run the same command again."
@@ -307,15 +294,18 @@ class RemoteTarget(Target):
         return self._calls.retry(what, partial(content_hash, self._folder, name))
 
     def _stamp(self, name: str) -> int:
-        return remote_stamp(self._look_up(name, self._info))
+        return remote_stamp(self._look_up(name))
 
-    def _look_up(self, name: str, look: Callable[[str], T]) -> T:
-        what = f"{self._folder.resolve_paths(name)} could not be looked up"
-        return self._calls.retry(what, partial(look, name))
+    def _look_up(self, name: str) -> Mapping[str, Any]:
+        """What the file system tells of a file; empty if there is none."""
 
-    def _pause(self, seconds: float) -> None:
-        self._calls.sleep(seconds)
-        self._lease.check()
+        def look() -> Mapping[str, Any]:
+            try:
+                return self._info(name)
+            except FileNotFoundError:
+                return {}
+
+        return self._calls.retry(f"{self._folder.resolve_paths(name)} could not be looked up", look)
 
 
 class S3Target(RemoteTarget):
@@ -325,7 +315,7 @@ class S3Target(RemoteTarget):
         probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StorageCalls, probe: str) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls, probe: str) -> None:
         super().__init__(folder, scratch, lease, calls)
         self._probe = probe
 

@@ -19,7 +19,6 @@ from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.maintenance import read_state
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place
@@ -520,29 +519,6 @@ def test_of_large_journals_the_history_tells_the_number_of_documents(
     rank = read_one(tmp_path)
     assert (rank.counts.read, rank.unfinished.read, rank.unfinished_chunks, rank.exact) == (20, 6, 1, False)
     assert rank.unfinished == counts(6)
-
-
-PARENT, _read_some = os.getpid(), read_state._read_some
-
-
-def read_elsewhere(tasks: Any) -> list[RankState]:
-    assert os.getpid() != PARENT
-    return _read_some(tasks)
-
-
-@pytest.mark.slow
-def test_very_many_ranks_are_read_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(5):
-        history = [start(T), minute(T, 26), failed(T + 1, "x")]
-        write_rank(tmp_path, number, history, chunks=number, letters=[("E", "x")] if number else [])
-    alone = read(tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr("threading.active_count", lambda: 1)  # those of pytest do no harm
-    for name, value in (("_MANY", 2), ("_PART", 2), ("_read_some", read_elsewhere)):
-        monkeypatch.setattr(read_state, name, value)
-    together = read(tmp_path)
-    assert len(alone.ranks) == 5
-    assert (together.ranks, together.totals) == (alone.ranks, alone.totals)
 
 
 # commits -------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class ShownDocument:
 
 
 def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDocument]:
-    """Those in output files, as they are committed now.
+    """Reads the output files, as they are committed now.
 
     Args:
         output: the output folder, if it is not where ``run.json`` says.
@@ -71,11 +71,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
 
 
 def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
-    """Those that no retry has taken.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-    """
+    """Reads the dead letters that no retry has taken. Raises ConfigError if there is no checkpoint."""
     retries = retry_folders(place.folder)
     for rank in read_ranks(place.folder, Want.SETTINGS):
         inputs = [rank_folder(retry, rank.number) / RETRY_INPUT for retry in retries]
@@ -110,7 +106,7 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
 
 
 def _answer(row: Json, key: str) -> str:
-    """Of a row that the user's adapter has made otherwise, all of it."""
+    """The results as text; of a row that the user's adapter has made otherwise, all of it."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
@@ -141,7 +137,7 @@ def _text(result: object) -> str:
 
 
 def _choices(choices: object) -> str:
-    """Each one as a result; "" if these are no choices of a server."""
+    """Each choice as a result; "" if these are no choices of a server."""
     if not isinstance(choices, list) or not all(isinstance(choice, dict) and "text" in choice for choice in choices):
         return ""
     return "\n\n".join(map(_text, choices))

@@ -53,10 +53,8 @@ class Report:
 
     Attributes:
         repair_command: the command that repairs the chunks to redo.
-        output: the output folder's name.
-        folder: the same as datatrove's ``DataFolder``.
+        output: the output folder's name; ``folder`` as datatrove's ``DataFolder``.
         ranks: without their commits, which ``chunks`` has.
-        sums: over the ranks.
         not_started: ranks that are not there, and of which nothing shows that they ever were.
         uncounted: the writers whose rows cannot be counted.
     """
@@ -93,16 +91,14 @@ class Report:
 
     @property
     def redo_advice(self) -> str:
-        """The last sentence about a file that `repair` makes again."""
         return f" To redo it: {self.repair_command}, then run again."
 
     @cached_property
     def hub(self) -> HubFolder | None:
-        """The output folder on the hub; None if it is elsewhere."""
         return HubFolder.of(self.folder)
 
     @property
     def tasks(self) -> int:
-        """The number of tasks of the run; 0 if no run.json tells."""
+        """The number of tasks of the run; 0: not known."""
         tasks = [rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root]
         return max(tasks, default=0)

@@ -1,7 +1,7 @@
 """Decides what a rank does, whether it needs attention, and why. The limits are minutes: a line is due each minute.
 
-A rank that runs has a process that holds its lock. But the lock of a mirror's copy cannot be seen, and on some file
-systems neither can that of a process on another node. There, a rank runs as long as its history goes on.
+A rank that runs has a process that holds its lock. The lock of a mirror's copy, and on some file systems of a process
+on another node, cannot be seen: there, a rank runs as long as its history grows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
 
     Args:
         ledger: with history, journals and causes of dead letters.
-        now: the time, in Unix seconds.
+        now: Unix seconds.
         copied_at: when the version was uploaded that the ledger was read of; None: it is no copy.
     """
     rank = RankState(ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None)
@@ -136,7 +136,6 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
 
 
 def _measure(rank: RankState, recent: History, last: Progress, now: float) -> None:
-    """Sets rates, and the time that is left."""
     seconds = recent.seconds
     if seconds:
         rank.in_flight = last.in_flight
@@ -213,9 +212,8 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
 def find_slow(ranks: Sequence[RankState]) -> None:
     """Marks the ranks that are far behind the median of the others.
 
-    A rank that is finished counts with its average, so the last one of a run is compared, too. A rank with long
-    documents finishes fewer of them, and is not slow: both documents and tokens must be few. Neither is a rank that
-    waits for its last answers.
+    A finished rank counts with its average, so that the last rank of a run is compared, too. A rank with long documents
+    is not slow: both documents and tokens must be few. Neither is a rank that waits for its last answers.
     """
     running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
     running = [rank for rank in running if not rank.wait.all_started]
@@ -234,7 +232,7 @@ def find_slow(ranks: Sequence[RankState]) -> None:
 
 
 def find_left(ranks: Sequence[RankState]) -> None:
-    """Marks the unfinished ranks of a run in which nothing goes on."""
+    """Marks the unfinished ranks of a run in which nothing runs."""
     if any(rank.state == "running" for rank in ranks):
         return
     for rank in ranks:

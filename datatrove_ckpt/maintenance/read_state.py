@@ -34,7 +34,6 @@ _NOT_FOR_ALL = (layout.CACHE, layout.RETRY_INPUT)
 
 
 def wanted_files(name: str, size: int) -> bool:
-    """Which files of a mirror are needed: not the large ones."""
     return name not in _NOT_FOR_ALL and size <= _MOST_BYTES
 
 
@@ -42,7 +41,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     """Reads the ranks of a place.
 
     Args:
-        now: the time, in Unix seconds; None: ask the clock.
+        now: Unix seconds; None: ask the clock.
 
     Raises:
         ConfigError: there is no rank, or this user may not read one.
@@ -102,11 +101,7 @@ def _read_claims(state: RunState, place: Place) -> None:
 
 
 def check_idle(place: Place, ranks: list[RankLedger]) -> None:
-    """Checks that no process works on the ranks, as far as the mirror shows.
-
-    Raises:
-        CheckpointLocked: one does.
-    """
+    """Raises CheckpointLocked if a process works on the ranks, as far as the mirror shows."""
     state = read_run_state(place)
     running = {(rank.root, rank.rank): rank.process for rank in state.ranks + state.retries if rank.state == "running"}
     for rank in ranks:
@@ -137,7 +132,7 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
 
 
 def _first_run(ranks: list[RankState]) -> Json:
-    """The run.json of the first rank of which it can be read: all ranks share its settings."""
+    """The first run.json that can be read: all ranks share its settings."""
     for path in (rank.folder / layout.RUN for rank in ranks):
         with suppress(CheckpointError):
             if path.is_file():

@@ -1,8 +1,8 @@
 """Rebuilds a damaged commit log from the commits that it still proves: each whole line has a checksum.
 
-A commit is kept if the chunks before it, where they must be processed again, end where it starts. The other chunks
-are processed again by the next run, which writes their output files again. Their dead letters are overwritten with
-spaces (see ``repair``), because the redone chunks append them again. Before the log is replaced, it is copied.
+A commit is kept if the chunks before it, where they must be processed again, end where it starts. The next run
+processes the other chunks again. Their dead letters are overwritten with spaces (see ``repair``). The damaged log is
+copied first.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
 A run between 3 and 5 refuses the missing files, as it refused the damaged ones before.
 
 Dead letters are overwritten, not cut out: each commit records the size of dead_letters.jsonl after it, and a run cuts
-the file to that size after a crash. Cutting letters out would change two files that must agree, and after a crash in
-between the next run would cut at the wrong place. Spaces before a line's JSON value change neither the value nor the
-size. The lock file stays: it marks the rank as unfinished.
+the file to that size after a crash: cutting would change two files that must agree. The lock file stays: it marks the
+rank as unfinished.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Decides what ``repair`` will do and what it leaves alone. Changes nothing.
 
-A run fills a chunk up to records_per_chunk documents, or to the end of the input. So chunks can be redone if the
-redone chunks end exactly where the next chunk starts. They do not for a short last chunk after which the input grew,
-or if records_per_chunk was changed in between: then the rank must start over.
+Chunks can be redone if the redone chunks end exactly where the next chunk starts. They do not for a short last chunk
+after which the input grew, or if records_per_chunk was changed in between: then the rank must start over.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Plan:
 
 
 def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
-    """The plan that follows from a report. Changes nothing.
+    """The plan that follows from a report.
 
     Args:
         logging_dir: the executor's; completion markers of the ranks to redo are removed there.

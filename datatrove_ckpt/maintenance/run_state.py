@@ -1,9 +1,5 @@
 """RunState: the state of a whole run, as ``status`` prints it and ``report`` draws it. Plain data, nothing is read.
 
-    where.py                 WHAT (folder, mirror, YAML file) -> a folder with the ranks' files
-    checkpoint/ledger.py     the files of one rank -> RankLedger
-    read_state.py            ledgers -> RankStates, and what is wrong with them -> RunState; start reading here
-
 Times are Unix seconds, durations seconds, rates per second. None means: not known.
 """
 
@@ -115,7 +111,7 @@ class RankState(Sums):
 
     @property
     def share(self) -> float | None:
-        """How much of its input is done, from 0 to 1; None if that is not known."""
+        """How much of its input is done, from 0 to 1."""
         if self.state == "finished":
             return 1.0
         return self.position.share
@@ -148,8 +144,7 @@ class Totals(Sums):
 
     Attributes:
         total_is_estimated: the input of ranks that are not started is taken to be as large as the mean of the others'.
-        average: documents and so on for each second in which at least one rank worked.
-        working_seconds: the number of these seconds.
+        average: documents and so on for each of the ``working_seconds``, in which at least one rank worked.
         halted: ranks that are started and do not go on, if there is a time left, which is without their work.
         not_started: ranks that have no folder.
     """
@@ -171,7 +166,7 @@ class RunState:
         what: the folder or URL that was read, for people.
         given: the YAML file that was named, with overrides; empty: a folder or a URL was.
         read_at: when it was read.
-        newest: time of the newest change that was seen. ``read_at - newest`` is how old the data is.
+        newest: time of the newest change that was seen.
         tasks: number of ranks of the run; 0 if nothing tells it.
         identity: the settings that all ranks share.
         missing: ranks of the run that have no folder.
@@ -226,7 +221,6 @@ class RunState:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a file of the run cannot be used, or is missing."""
         return bool(self.totals.states["damaged"] or self.retried.states["damaged"])
 
     @property
@@ -237,7 +231,6 @@ class RunState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every rank is finished, those included that are not started."""
         return bool(self.ranks) and not self.totals.not_started and set(self.totals.states) == {"finished"}
 
 
@@ -251,7 +244,7 @@ VERSION = 2
 
 
 def to_json(state: RunState) -> bytes:
-    """The JSON of ``status --json``: the records as they are, with Unix seconds. docs/status.md explains it."""
+    """The JSON of ``status --json``: the records as they are. docs/status.md explains it."""
     content = {
         "version": VERSION,
         "what": state.what,

@@ -22,7 +22,7 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     """The sums over some ranks.
 
     Args:
-        now: the time, in Unix seconds.
+        now: Unix seconds.
         tasks: number of ranks of the run; 0: as many as there are.
     """
     totals = Totals()

@@ -83,7 +83,6 @@ def ranks_of(state: RunState) -> str:
 
 
 def age(state: RunState) -> str:
-    """How old the data is."""
     if state.newest is None:
         return "last change not known"
     text = f"last change {duration(max(1.0, state.read_at - state.newest))} ago"

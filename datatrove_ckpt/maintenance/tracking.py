@@ -39,7 +39,7 @@ def flat(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def values_of(run: RunState) -> dict[str, float]:
-    """The sums of a run. Causes of dead letters are left out: they quote servers, and would be names."""
+    """The sums of a run, without causes of dead letters: they quote servers, and would be names."""
     totals = orjson.loads(to_json(run))["totals"]
     del totals["dead_letters"]
     return {name: float(value) for name, value in flat(totals) if isinstance(value, int | float)}
@@ -92,8 +92,6 @@ class TrackedRun(Protocol):
 
 
 class MlflowRun:
-    """A run of MLflow, found or made."""
-
     def __init__(self, job: TrackedJob, uri: str, experiment: str) -> None:
         # MLflow 3.10 and later refuse a folder unless this is set; who names a folder means it.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -129,8 +127,6 @@ class MlflowRun:
 
 
 class WandbRun:
-    """A run of Weights & Biases, which keeps its id."""
-
     def __init__(self, job: TrackedJob, project: str) -> None:
         import wandb
 
@@ -166,7 +162,6 @@ class Tracker:
     """Sends the numbers of one run. They are sums, so what a service misses is no loss to the next one.
 
     Attributes:
-        place: where the run is read.
         services: each finds or makes the run of a job.
         name: of the job; None: that of its folder.
         is_over: the run is finished, or no rank was at work at several looks, and all is sent.
@@ -180,11 +175,7 @@ class Tracker:
     _runs: dict[int, TrackedRun] = field(default_factory=dict)
 
     def work(self) -> str:
-        """Reads the run, and sends its numbers.
-
-        Returns:
-            Why something could not be sent; "" if everything was.
-        """
+        """Reads the run, and sends its numbers. Returns why something could not be sent, or ""."""
         try:
             state = read_run_state(self.place)
         except CkptError as error:

@@ -93,7 +93,7 @@ def find_output(
 ) -> str:
     """The output folder of a run, as its checkpoint names it. The arguments are those of ``verify``.
 
-    In a run folder that was copied or renamed it is the one there, because what it names may be another run's by now.
+    In a run folder that was copied or renamed it is the one there: what it names may be another run's by now.
 
     Raises:
         ConfigError: none of them names it, or it is gone, and what they name is another run's.

@@ -1,7 +1,4 @@
-"""Compares the files in the output folder with the commits.
-
-The names, sizes and hashes of all committed files are in memory, and so is the folder's listing. Content is streamed.
-"""
+"""Compares the files in the output folder with the commits. Content is streamed; the listing is in memory."""
 
 from __future__ import annotations
 
@@ -92,11 +89,7 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
 
 
 def is_owned(report: Report) -> bool:
-    """Whether the output folder is known to belong to the run.
-
-    Raises:
-        OutputMismatch: it belongs to another run.
-    """
+    """Whether the output folder is known to belong to the run. Raises OutputMismatch if it belongs to another run."""
     if not (report.checkpoints / HOME).exists():  # a run of an earlier release, or a copy of a mirror
         return False
     templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
@@ -250,7 +243,7 @@ class _Uncommitted:
         return known is None or path in known
 
     def _look_again(self, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
-        """A rank as it is now, if it is there, and the files that it has committed: it may have gone on meanwhile."""
+        """A rank as it is now, if it is there, and the files that it has committed."""
         if key not in self._later:
             folder = rank_folder(self._report.checkpoints / key[0], key[1])
             self._later[key] = None, set()

@@ -1,8 +1,6 @@
-"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made into a folder to
-read.
+"""WHAT a command reads: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made into a folder.
 
-A mirror is copied into a temporary folder, because everything here reads files. What is said about the copy names the
-mirror instead (``Place.said``).
+A mirror is copied into a temporary folder. Messages name the mirror instead (``Place.said``).
 """
 
 from __future__ import annotations
@@ -64,11 +62,7 @@ class Place:
         return self.output
 
     def refresh(self) -> None:
-        """Brings a copy up to date.
-
-        Raises:
-            StorageFailed, CheckpointCorrupt, ConfigError: see ``MirrorReader.refresh``.
-        """
+        """Brings a copy up to date. Raises as ``MirrorReader.refresh``."""
         if self.mirror is not None:
             self.mirror.refresh()
 
@@ -80,7 +74,6 @@ class Place:
 
 
 def is_config(what: str) -> bool:
-    """Whether WHAT is a YAML file."""
     if _URL.match(what):
         return False
     path = Path(what)
@@ -241,7 +234,7 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
 
 
 def _runs_as_jobs(config: dict[str, Any]) -> bool:
-    """On Hugging Face Jobs, whose disks nobody else sees."""
+    """On Hugging Face Jobs, whose disks are not seen from elsewhere."""
     executor = config["executor"]
     return isinstance(executor, dict) and str(executor.get("class_path")).endswith("JobsPipelineExecutor")
 

@@ -1,9 +1,9 @@
 """The Arrow type of Python values, and the one type that holds the values of two, without changing any value.
 
 Arrow's own inference and its ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time beside a
-date loses the time of day, a time zone beside none is dropped, text beside bytes becomes bytes. So only what is named
-here is united: no value with anything, integers of any widths, integers with floats (Arrow refuses those that a float
-cannot hold), decimals, times of any unit, times of any two zones (as UTC), dicts and lists of those.
+date loses the time of day, a time zone beside none is dropped, text beside bytes becomes bytes. So only these are
+united: no value with anything, integers of any widths, integers with floats (Arrow refuses those that a float cannot
+hold), decimals, times of any unit, times of any two zones (as UTC), dicts and lists of those.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def type_of(values: list[Any], column: str) -> DataType:
 
 
 def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
-    """The type of values of one Python type that does not tell it by itself. Times may differ in their zones."""
+    """The type of values of one Python type that alone does not decide it. Times may differ in their zones."""
     import pyarrow as pa
 
     if kind is dict:
@@ -98,7 +98,6 @@ def is_vector(value: object) -> bool:
 
 
 def is_any_list(kind: DataType) -> bool:
-    """Whether a type is that of lists, of one length or of any."""
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))

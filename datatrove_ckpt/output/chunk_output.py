@@ -1,8 +1,7 @@
 """ChunkOutput: the documents of a finished chunk -> any DiskWriter -> staged files -> published in one step.
 
-Files appear under their final names complete or not at all. They are staged in the checkpoint's folder, and then get
-their names, or are uploaded (see ``targets.py``). The writer does not notice: each chunk gets a fresh copy of it, with
-our file manager (see ``file_managers.py``).
+Files are staged in the checkpoint's folder, and then get their names, or are uploaded (see ``targets.py``). Each chunk
+gets a fresh copy of the writer, with our file manager (see ``file_managers.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ChunkOutput:
     """Writes the chunks of one rank, one after the other.
 
     Args:
-        folder: the rank's output folder. Its writer is copied for each chunk, and never opened itself.
+        folder: the rank's output folder. Its writer is never opened itself.
         lease: knows the rank's commits. The target checks it before a further attempt to upload or to commit.
         pace: when files that are uploaded to the hub are committed.
     """
@@ -72,10 +71,9 @@ class ChunkOutput:
         """Removes the files that earlier processes staged and did not publish, and makes the staging folder.
 
         Raises:
-            OutputMismatch: files that earlier attempts committed are missing or changed, other files have their
-                names, or the folder belongs to another run.
-            StorageFailed, OutputFailed: the output folder cannot be written to. It is checked here, before the first
-                request is paid for.
+            OutputMismatch: committed files are missing or changed, other files have their names, or the folder
+                belongs to another run.
+            StorageFailed, OutputFailed: the output folder cannot be written to. Checked before the first request.
         """
         is_first = self._folder.is_first
         if not is_first:

@@ -1,7 +1,4 @@
-"""Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all of them.
-
-See ``column_types`` for what that schema is, and why.
-"""
+"""Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all of them."""
 
 from __future__ import annotations
 
@@ -147,7 +144,6 @@ class ChunkWriting:
     def _failure(
         self, chunk_index: int, documents: Iterable[Finished], error: _NotWritten, known: dict[str, Any]
     ) -> OutputFailed:
-        """``known``: the types of the columns of the chunks before."""
         cause = error.__cause__
         writer = self._copy(None)
         kind = type(self._writer).__name__

@@ -1,28 +1,24 @@
 """The column types of Parquet chunks: of all documents of a chunk, not of the first one; do the files load as one?
 
 datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the first document of
-each batch. So a column that is None at first and text later fails, and a column that comes later is left out without
-a word. Here a chunk's schema is the union of what all its documents hold: null with any type is that type, integers
-with floats are float64, dicts have the keys of all. ``arrow_types`` says which types can be united.
+each batch: a column that is None at first fails later, and a new column is left out silently. Here a chunk's schema is
+the union over all its documents: null with any type is that type, integers with floats are float64, dicts have the keys
+of all. ``arrow_types`` says which types can be united.
 
-A schema depends on nothing but the documents of its chunk. Chunks finish in any order and are written again after a
-kill, so a schema that also depended on other chunks would either depend on when they finished, or hold up every chunk
-behind a slow one. So what lets files load as one must hold for each chunk alone. Loaders (``pyarrow.dataset``,
-``datasets``) take the columns of the first file, and convert the others (measured, Arrow 26 and datasets 5.2):
+A schema depends only on the documents of its chunk: chunks finish in any order and are written again after a kill. So
+what lets files load as one must hold for each chunk alone. Loaders (``pyarrow.dataset``, ``datasets``) take the columns
+of the first file, and convert the others (measured, Arrow 26 and datasets 5.2):
 
-- A column without any value is written as text, also inside lists and dicts. With Arrow's null type nothing but null
-  could follow it. Text without a value converts to numbers, dates, booleans and bytes. In a first file it makes texts
-  of the numbers, dates and booleans of later ones, and does not load with bytes.
+- A column without any value is written as text, also inside lists and dicts: only null could follow Arrow's null type.
+  Text without a value converts to numbers, dates, booleans and bytes. In a first file it makes texts of the numbers,
+  dates and booleans of later files, and does not load with bytes. The field's metadata marks it, to tell it from text.
 - A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
 - A first file that lacks a column or a key, has integers where a later one has floats, or no value where a later one
-  has anything but text, cannot be known to be wrong when it is written. Only a ``schema`` given to the writer helps. It
-  is obeyed as it is. Such a chunk is warned about when it is written, and ``verify --full`` names both files.
-- Types that cannot be united at all, such as text and integers, stop the rank before the second of them is published.
+  has anything but text, cannot be known to be wrong when it is written. Only a ``schema`` given to the writer helps.
+  Such a chunk is warned about when it is written, and ``verify --full`` names both files.
+- Types that cannot be united, such as text and integers, stop the rank before the second of them is published.
 
-A field that was written as text because it had no value is marked in its metadata, to tell it from text.
-
-In the common case all chunks have one schema. So a chunk is first written with that of the chunk before, while its
-own is found out, and once more only if they differ: the second of two passes over the journal, in memory one batch.
+A chunk is first written with the schema of the chunk before, while its own is found out, and once more if they differ.
 """
 
 from __future__ import annotations
@@ -74,7 +70,6 @@ class ColumnTypes:
                 raise NotUnited(name, guess, kind)
 
     def schema(self) -> Schema:
-        """The schema of all rows that were added."""
         import pyarrow as pa
 
         return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
@@ -124,7 +119,7 @@ def name_culprit(
 
     Args:
         documents: it is read twice.
-        known: the types that the chunks before have, if the writer has no schema.
+        known: the types of the chunks before, if the writer has no schema.
     """
 
     def find(check: Callable[[Row], object], where: str) -> str | None:
@@ -175,8 +170,7 @@ class Misfit:
 
     Attributes:
         column: a path as in ``metadata.scores[]``.
-        first: its type in the first file, ``missing`` or ``without a value``.
-        later: its type in the later file, or ``without a value``.
+        first, later: its type in each file, ``missing`` or ``without a value``.
     """
 
     column: str
@@ -185,7 +179,6 @@ class Misfit:
 
 
 def warning(found: list[Misfit], chunk_index: int) -> str:
-    """What to tell the user of a rank, whose chunk this is."""
     columns = "; ".join(
         f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one" for one in found
     )
@@ -243,7 +236,7 @@ def _takes(old: Any, new: Any, column: str) -> bool:
 
 
 def _takes_empty_text(kind: Any) -> bool:
-    """Whether a loader converts a column of text without any value to the type. Not to a time of day, for example."""
+    """Whether a loader converts a column of text without any value to the type: not to a time of day, for example."""
     import pyarrow as pa
 
     try:
@@ -254,7 +247,7 @@ def _takes_empty_text(kind: Any) -> bool:
 
 
 class RankColumns:
-    """The types of the chunks of one rank: a guess for the next one, and whether it fits the others."""
+    """The types of the chunks of one rank: a guess for the next chunk, and whether the chunks fit each other."""
 
     def __init__(self) -> None:
         self.guess: Schema | None = None

@@ -1,8 +1,7 @@
 """Compares an output folder with what the checkpoints say: every committed file is there, and no unknown one.
 
 Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes that its listings
-hold. A file with another stamp than its commit names is read, and its hash compared: so a file that was replaced by
-one of the same size is noticed, and a million files that nobody touched cost nothing.
+hold. Only a file with another stamp than its commit names is read: a million files that nobody touched cost nothing.
 
     when                                what is refused
     at each look                        a folder that belongs to another run (``owner``)
@@ -12,7 +11,7 @@ one of the same size is noticed, and a million files that nobody touched cost no
     a rank is complete                  files that its template may have named, and no commit does
 
 The last check only warns of a file whose name does not tell its rank, or that has a chunk index which the rank does not
-have: fields of documents may have made such a name in another run. The first does not: then the user chooses.
+have: fields of documents may have made such a name in another run.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
 
 
 def other_job() -> str:
-    """What to do about another job that writes to the same folder."""
     return (
         f"Stop one of the jobs, and start it anew with {written.own_folders}. The other one goes on with the same "
         "command, "
@@ -83,7 +81,7 @@ def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
 
 
 def stray_advice(number: int) -> str:
-    """What to do about files of a template that no commit names. ``run`` and ``verify`` say the same."""
+    """What to do about files of a template that no commit names."""
     it = "it"
     its = "Its"
     if number > 1:
@@ -103,7 +101,7 @@ _TO_DELETE = 20
 class CommittedFile(OutputFile):
     """A file that a commit names, with its plain path. ``root``: the folder of the retry that wrote it, or "".
 
-    It lacks the hash of the content, which is not needed: a job may have millions of files.
+    It lacks the hash of the content: a job may have millions of files.
     """
 
     root: str = ""
@@ -181,17 +179,14 @@ class RankCommits:
 
     @cached_property
     def chunks(self) -> set[int]:
-        """What the rank itself, not a retry of it, has committed. Read again if it is asked for: a job has millions."""
+        """What the rank itself, not a retry of it, has committed."""
         return set(self._read(self.folder / COMMITS))
 
 
 def published_names(root: Path, rank: int) -> set[str] | None:
     """The names of all files that a rank and its retries may have published; None: a part of them is not known.
 
-    The commits are read after the intents, so the rank may be at work meanwhile.
-
-    Args:
-        root: ``checkpoints_local_dir``.
+    The commits are read after the intents, so the rank may be at work meanwhile. ``root``: ``checkpoints_local_dir``.
     """
     folders = [rank_folder(one, rank) for one in (root, *retry_folders(root))]
     intents = [Intents(folder) for folder in folders if folder.is_dir()]
@@ -203,9 +198,6 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
     """How many files in the writer's output folder the commits of all ranks name.
-
-    Args:
-        root: ``checkpoints_local_dir``.
 
     Raises:
         CheckpointError: a checkpoint is damaged, or cannot be read.
@@ -219,7 +211,6 @@ def committed_files(writer: DiskWriter, root: Path) -> int:
 
 
 def _recorded_folder(root: Path, ranks: Iterable[RankCommits]) -> str | None:
-    """The output folder of the last start."""
     paths = (each.folder / RUN for each in ranks)
     return recorded_output(root, (read_run(path) for path in paths if path.exists()))
 
@@ -231,7 +222,7 @@ class OutputCheck:
         root: ``checkpoints_local_dir``.
         mirror: ``checkpoints_remote_dir``.
         run: see ``Homes``.
-        logging_dir: the executor's, to be named in the command that repairs; None: no marker was written.
+        logging_dir: the executor's, for the command that repairs; None: no marker was written.
     """
 
     def __init__(
@@ -257,7 +248,7 @@ class OutputCheck:
         """The committed files by their paths.
 
         Raises:
-            OutputMismatch: two commits name one file: one of them has overwritten the other's documents.
+            OutputMismatch: two commits name one file, so one has overwritten the other's documents.
         """
         committed: dict[str, CommittedFile] = {}
         for one in chain.from_iterable(rank_commits.files for rank_commits in commits):
@@ -317,7 +308,6 @@ class OutputCheck:
             return ""
 
     def _committed_hash(self, one: CommittedFile) -> str:
-        """From the commit's line: ``CommittedFile`` has no hash."""
         commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[one.chunk_index]
         return next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
 
@@ -327,7 +317,7 @@ class OutputCheck:
         """Refuses an output folder in which committed files are missing or changed.
 
         Raises:
-            OutputMismatch: naming some of them, and the command that has them made again.
+            OutputMismatch: names some of them, and the command that has them made again.
         """
         wrong = [one for one in committed.values() if not found.is_right(one)]
         if not wrong:
@@ -360,7 +350,7 @@ class OutputCheck:
             root: the folder of the retry; "": the rank itself.
 
         Raises:
-            OutputMismatch: naming some of them, and the ways out.
+            OutputMismatch: names some of them.
         """
         names = sorted(name for retry, name in found.by_rank[commits.rank] if root in ("", retry))
         if names:
@@ -382,7 +372,7 @@ class OutputCheck:
             intended: the names that the rank was about to publish; None: every name that this run gives.
 
         Raises:
-            OutputMismatch: naming some of them, and the ways out.
+            OutputMismatch: names some of them.
         """
         names = sorted(name for _, name in found.by_rank[commits.rank] if not self._is_own(name, intended))
         which = f"no commit of rank {commits.rank} names"
@@ -403,7 +393,7 @@ class OutputCheck:
         """Refuses to call a rank complete while files of its template are there that no commit names.
 
         Raises:
-            OutputMismatch: naming some of them.
+            OutputMismatch: names some of them.
         """
         files = found.by_rank[commits.rank]
         unknown = [(root, name) for root, name in files if not self._may_be_committed(commits, name)]
@@ -432,7 +422,7 @@ class OutputCheck:
         """Refuses files of ranks that the job does not have: it ran with another number of tasks before.
 
         Raises:
-            OutputMismatch: naming some of them.
+            OutputMismatch: names some of them.
         """
         others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks}
         names = sorted(name for files in others.values() for _, name in files)
@@ -464,7 +454,6 @@ class OutputCheck:
         return (root, chunk_index) in commits.unfinished
 
     def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> Repair:
-        """What has lost files made again."""
         retry = ""
         if all(file.root for file in wrong):
             retry = "now"

@@ -1,10 +1,9 @@
 """Converts a document to bytes and back, types included: the journal can keep what datatrove's writers can write.
 
-Plain JSON values are written as they are. Any other value is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
-decimals, numpy scalars and arrays, NaN and infinity (JSON would turn them into null), ``InferenceResult``. A user's
-dict with a "$py" key is wrapped, too, so it cannot be mistaken for a wrapper. Tuples come back as lists, as with any
-JSON. Pickle would keep more types, but loading it could run code that somebody put into the folder. A usual finished
-document needs no wrapper: see ``encode_finished``.
+Any value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets, decimals, numpy values,
+NaN and infinity (JSON would turn them into null), ``InferenceResult``. A user's dict with a "$py" key is wrapped, too.
+Tuples come back as lists, as with any JSON. Pickle was rejected: loading it could run code that somebody put into the
+folder. A usual finished document needs no wrapper: see ``encode_finished``.
 """
 
 from __future__ import annotations
@@ -90,10 +89,10 @@ for _kind in RESULTS:
 
 
 def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult) -> InferenceResult:
-    """The result that has these fields; ``plain``: of one with datatrove's alone.
+    """The result that has these fields; ``plain``: its class if the fields are datatrove's alone.
 
     Raises:
-        TypeError: they are those of something else.
+        TypeError: the fields are those of something else.
     """
     if "tool_calls" in fields:
         return WholeResult(**fields)
@@ -153,7 +152,6 @@ def encode_finished(document: Document, key: str) -> bytes:
 
 
 def _is_usual(document: Document) -> bool:
-    """Whether a document has text, id and metadata of the usual types, and no media."""
     if not isinstance(document.text, str) or not isinstance(document.id, str):
         return False
     if not document.text or not document.id:  # JsonlWriter leaves out what is empty
@@ -226,7 +224,7 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
 
 
 def has_nan(value: object) -> bool:
-    """Whether a null may stand for NaN or infinity. Looks at no text: it is most of a document."""
+    """Whether a null may stand for NaN or infinity. Reads no text, which is most of a document."""
     values: Collection[object]
     if type(value) is dict:
         values = value.values()
@@ -249,7 +247,6 @@ def has_nan(value: object) -> bool:
 
 
 def _has_other_nan(value: object) -> bool:
-    """Whether ``has_nan`` is true of a value that is neither a dict nor a list of JSON."""
     if type(value) not in RESULTS:
         value = as_plain(value)
     if isinstance(value, InferenceResult | Media):
@@ -272,7 +269,7 @@ def decode(data: bytes) -> Document:
 
 
 def decode_plain(data: bytes) -> Document:
-    """The same with a dict in place of each InferenceResult and Media, as ``dataclasses.asdict`` makes them."""
+    """Like ``decode``, with a dict in place of each InferenceResult and Media, as ``dataclasses.asdict`` makes them."""
     return _plain(data, _PLAIN_READERS)
 
 
@@ -314,7 +311,7 @@ def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Docume
 
 
 def fingerprint(data: bytes) -> str:
-    """xxh64 of an encoded document, as 16 hexadecimal digits."""
+    """xxh64 of an encoded document, in hexadecimal."""
     return str(xxhash.xxh3_64_hexdigest(data))
 
 

@@ -1,10 +1,7 @@
 """File managers that replace datatrove's in a writer: they decide where the writer's files are, and when they appear.
 
-``StagedFiles`` writes to a staging folder and hashes the content. ``RemoteFiles`` writes to the remote folder, for runs
-without a checkpoint. Both can abandon files that are not complete; datatrove's manager can only close, which would
-publish them.
-
-Bytes depend on the documents only: the gzip header gets no time.
+Both can abandon files that are not complete; datatrove's manager can only close, which would publish them. Bytes depend
+on the documents only: the gzip header gets no time.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def missing_codec(compression: str | None, filename: str) -> str | None:
-    """What to install for a file's compression; None if it is there. ``"infer"``: the name tells the compression."""
+    """What to install for a file's compression; None if it is there."""
     if compression == "infer" and filename.endswith(".zst"):
         compression = "zstd"
     elif compression == "infer":
@@ -79,14 +76,13 @@ class StagedFiles(_Files):
         return _StagedStream(path, filename, self)
 
     def discard(self) -> None:
-        """Removes all files, to begin again."""
         self.abandon()
         self.finished.clear()
         files.disk.remove_tree(self._folder)
 
 
 class RemoteFiles(_Files):
-    """Writes files to a remote file system. A file appears when it is closed, and not if it is abandoned."""
+    """Writes to a remote file system, without a checkpoint. A file that is abandoned does not appear."""
 
     def _create(self, filename: str) -> _RemoteStream:
         return _RemoteStream(self.fs.open(filename, "wb"), filename, self)
@@ -99,8 +95,7 @@ class _Table(Protocol):
 class _OutputStream:
     """An open file as a writer sees it: binary or text, compressed or not.
 
-    Attributes:
-        table: writes rows to it, and is closed before it.
+    ``table`` writes rows to it, and is closed before it.
     """
 
     table: _Table | None = None

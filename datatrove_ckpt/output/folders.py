@@ -27,11 +27,7 @@ _OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
 
 
 def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
-    """Refuses, when a runner is constructed, output among the files of its checkpoint.
-
-    Raises:
-        ConfigError: the output folder is the checkpoint's, or one that belongs to the checkpoint.
-    """
+    """Refuses, when a runner is constructed, output among the files of its checkpoint. Raises ConfigError."""
     if checkpoints is None:
         return
     below = _below(get_datafolder(checkpoints), writer.output_folder)
@@ -43,11 +39,7 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
 
 
 def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
-    """Refuses a pipeline that reads its own output, or in which two steps write the same files.
-
-    Raises:
-        ConfigError: naming both steps.
-    """
+    """Refuses a pipeline that reads its own output, or in which two steps write the same files. Raises ConfigError."""
     writers = list(writers_of(pipeline))
     for index, step in enumerate(pipeline):
         for place, writer in writers:
@@ -72,11 +64,7 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
 
 
 def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
-    """Refuses, when a rank starts, output that a step before the runner would read as input at the next start.
-
-    Raises:
-        ConfigError: naming both folders.
-    """
+    """Refuses output that a step before the runner would read as input at the next start. Raises ConfigError."""
     for step in steps:
         _refuse_own(step, None, writer, "output_writer")
 

@@ -1,6 +1,6 @@
 """The formats of output files that can be read again: ``verify --full`` counts rows, ``finished_from`` copies them.
 
-A writer of yours needs no format here: its files are written, published and compared by their hashes all the same.
+Other files are written, published and compared by their hashes all the same.
 """
 
 from __future__ import annotations
@@ -130,5 +130,4 @@ def is_known(writer: str) -> bool:
 
 
 def format_of_file(name: str) -> Format | None:
-    """By the file's name."""
     return next((one for one in FORMATS if f"{one.suffix}." in f"{name.rpartition('/')[2]}."), None)

@@ -2,7 +2,7 @@
 
 Arrow refuses 300 as an int8, but makes 1 of 1.5, drops microseconds, the time of day and time zones, and leaves out
 what a dict has more than its struct. A value is accepted if Arrow gives it back equal, so 2.0 may be an integer, and
-midnight a date. Only a float may lose digits in a shorter float: that is what a shorter float is for.
+midnight a date. Only a float may lose digits in a shorter float.
 """
 
 from __future__ import annotations

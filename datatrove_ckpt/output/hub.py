@@ -1,9 +1,7 @@
 """A folder on the Hugging Face hub: which repository it is in, and what lies there now.
 
-Listings come from ``HfApi``. ``HfFileSystem`` keeps listings for the life of the process, so it may show a folder as it
-was before a commit. The hub itself may also answer with a listing that is one commit behind.
-
-The token is never kept here: the client reads HF_TOKEN or the saved login for each call.
+Listings come from ``HfApi``: ``HfFileSystem`` keeps listings for the life of the process. The hub itself may also
+answer with a listing that is one commit behind. The client reads the token, HF_TOKEN or the saved login, for each call.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class HubFile:
 
     Attributes:
         size: in bytes.
-        oid: SHA-256 of the content of a file that is kept in LFS or Xet, in hexadecimal; None for a small file that git
-            keeps, and in a bucket.
+        oid: SHA-256, in hexadecimal, of a file that is kept in LFS or Xet; None in git and in a bucket.
         blob: git's own hash of the file's entry; None in a bucket.
         stamp: see ``OutputFile``, of a file in a bucket, from the hash of its content in Xet; else 0.
     """
@@ -127,11 +124,7 @@ class HubFolder:
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
-        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere.
-
-        Raises:
-            ConfigError: it names no repository.
-        """
+        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere. Raises ConfigError."""
         if folder.is_local():
             return None
         url = str(folder.resolve_paths(""))
@@ -161,14 +154,12 @@ class HubFolder:
         return self.revision or MAIN
 
     def api(self) -> HfApi:
-        """A client. Its token is that of the environment or of the saved login, read again for each call."""
         from huggingface_hub import HfApi
 
         return HfApi(endpoint=self.endpoint, library_name="datatrove-ckpt")
 
     @property
     def api_url(self) -> str:
-        """Where the hub's API has the repository."""
         return f"{self.api().endpoint}/api/{self.kind}s/{self.repo}"
 
     def advice(self, error: BaseException) -> str:
@@ -192,7 +183,6 @@ class HubFolder:
         return posixpath.normpath(posixpath.join(self.path, name))
 
     def below(self, name: str) -> HubFolder:
-        """The folder of this name in it; "": itself."""
         if not name:
             return self
         return replace(self, path=self.full_name(name))
@@ -228,11 +218,7 @@ class HubFolder:
     def commit(
         self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, head: str | None = None
     ) -> None:
-        """Commits to the branch; with ``head``, only if that is its newest commit.
-
-        Raises:
-            OSError: the hub refuses, or cannot be reached.
-        """
+        """Commits to the branch; with ``head``, only if that is its newest commit. Raises OSError."""
         self.api().create_commit(
             self.repo, operations, commit_message=message, repo_type=self.kind, revision=self.branch, parent_commit=head
         )
@@ -252,11 +238,7 @@ class HubFolder:
             self.commit([CommitOperationDelete(path) for path in paths], message, head)
 
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
-        """The content of a file in a repository, in blocks of at most ``size`` bytes. One request, nothing is kept.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """The content of a file in a repository, in blocks of at most ``size`` bytes. One request. Raises OSError."""
         from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -270,11 +252,7 @@ class HubFolder:
             yield from response.iter_bytes(size)
 
     def history(self, known: History) -> History:
-        """The branch's newest commit, and those of the last hour. One request for each 50 commits that are not known.
-
-        Raises:
-            OSError: the hub cannot be reached, or refuses.
-        """
+        """The branch's newest commit, and those of the last hour. Asks once for 50 unknown commits. Raises OSError."""
         from huggingface_hub import hf_raise_for_status
 
         places = {commit.oid: place for place, commit in enumerate(known.made)}
@@ -295,11 +273,7 @@ class HubFolder:
         return History(now, tuple(made))
 
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
-        """Returns those files of the folder that exist among ``names``, without listing the folder.
-
-        Raises:
-            OSError: as ``files``.
-        """
+        """Returns those files of the folder that exist among ``names``, without listing the folder. Raises OSError."""
         found: dict[str, HubFile] = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
             wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}

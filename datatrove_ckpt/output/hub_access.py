@@ -6,8 +6,7 @@
     is the revision a branch?                   GET refs, and only if the URL names a revision
     is a bucket there?                          GET of the bucket; there is no question for the right to write to it
 
-So a rank asks once, or twice. ``whoami-v2`` was rejected: it tells what a token is, not whether this repository takes
-it (members of an organisation, resource groups), and the hub limits how often it may be asked.
+``whoami-v2`` was rejected: it does not tell whether this repository takes the token, and is limited.
 """
 
 from __future__ import annotations
@@ -38,16 +37,12 @@ def check_access(
     only_look: bool = False,
     committed: Callable[[], int] = lambda: 0,
 ) -> str:
-    """Returns when the folder can be written to. Waits for a hub that is away or refuses for now.
+    """Returns when the folder can be written to, with what was found, for people. Waits for a hub that refuses for now.
 
     Args:
         private: how to make a repository that is missing; None: do not make it.
         only_look: make nothing, and wait for seconds only.
-        committed: counts the files that the job has committed there. Called if the repository is missing: a new one
-            in its place would lack them.
-
-    Returns:
-        What was found, for people.
+        committed: counts the files that the job has committed there: a new repository would lack them.
 
     Raises:
         OutputFailed: the folder cannot be written to. The message says what to do.
@@ -70,7 +65,7 @@ def private_if_made(writer: DiskWriter) -> bool | None:
 
 
 def repository_is_gone(folder: HubFolder, committed: int) -> str:
-    """The message about a repository or a bucket that is missing, although the job has committed files there."""
+    """The message about a missing repository or bucket in which the job has committed files."""
     return _gone(folder, _no_repository(folder), committed)
 
 

@@ -1,15 +1,14 @@
 """Commits a rank's uploaded files to the hub: few commits for many files, in a thread of its own.
 
-The hub allows 128 commits per hour and repository, to all ranks together. So files whose content is uploaded wait until
-the first of them has waited ``hub_commit_seconds`` or a part of it, or there are 100 of them, or the rank has no more;
-then for the rank's turn (``hub_pace``). Meanwhile more files come together, and the next commit carries them, too.
+The hub allows 128 commits per hour and repository. So uploaded files wait until the first of them has waited
+``hub_commit_seconds`` or a part of it, or there are 100 of them, or the rank has no more; then for the rank's turn
+(``hub_pace``), and the commit also carries the files that have come meanwhile.
 
     a kill before the commit       the next attempt writes the chunk again, and does not send content that the hub has
     a kill after the commit        the next attempt finds the same files there, and makes no commit
     the commit's answer gets lost  the files are looked up before they are sent again
 
-The hub may show a state before the commit that it has just made, so the same commit may be made twice. That is
-harmless: it puts the same bytes to the same paths.
+The hub may show a state before its newest commit, so the same commit may be made twice. That is harmless.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ MOST_BYTES = 32 * 2**20
 
 @dataclass
 class _Chunk:
-    """A chunk with files that are not committed yet."""
-
     index: int
     left: int
     waiting: WaitingChunk
@@ -53,12 +50,7 @@ class _Chunk:
 
 
 class HubCommits(Placement):
-    """Commits what a rank has uploaded.
-
-    Args:
-        pace: when the rank may commit.
-        rank: for the commits' messages.
-    """
+    """Commits what a rank has uploaded. ``pace``: when the rank may commit."""
 
     def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int) -> None:
         self.confirmed: dict[str, int] = {}
@@ -123,7 +115,7 @@ class HubCommits(Placement):
             batch[0][1].waiting.failed(error)
 
     def _next_batch(self) -> list[tuple[UploadedFile, _Chunk]]:
-        """Waits until a commit is due. Returns what it may carry, and nothing once the rank stops."""
+        """Waits until a commit is due. Returns the files that it may carry, and none once the rank stops."""
         with self._change:
             while not self._calls.stopped:
                 due = None

@@ -1,7 +1,7 @@
 """Reads from a folder on the hub, and uploads the content of files ahead of the commit that names them.
 
-``preupload_lfs_files`` reads the staged file itself: no copy is made. Content that the hub has already, because an
-earlier attempt uploaded it, is not sent again. Small text files are no LFS objects: they travel inside the commit.
+``preupload_lfs_files`` reads the staged file itself, without a copy, and does not send content that the hub has
+already. Small text files are no LFS objects: they travel inside the commit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class UploadedFile:
         return copy.copy(self._operation)
 
     def is_there(self, found: HubFile | None) -> bool:
-        """Whether this is the file that the hub has."""
         if found is None or found.size != self._operation.upload_info.size:
             return False
         if self._is_regular:
@@ -143,7 +142,7 @@ class HubReads:
         return found
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist in the branch's newest commit, which a branch's name may lag behind."""
+        """The files in the branch's newest commit, which a branch's name may lag behind."""
         folder = self.folder
         if folder.is_bucket:
             return folder.look_up(names)
@@ -151,11 +150,7 @@ class HubReads:
 
 
 class HubUploads(HubReads):
-    """Uploads to one folder, and commits there.
-
-    Args:
-        lease: to be checked before a commit. It is checked before each further attempt of an upload.
-    """
+    """Uploads to one folder, and commits there. ``lease``: checked before a commit, and each further attempt."""
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
         super().__init__(folder, calls)
@@ -165,14 +160,12 @@ class HubUploads(HubReads):
         """The commits of the branch, in the order in which this process has seen them."""
 
     def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the content of files. Returns them, to be committed.
+        """Uploads the content of files, by their names in the folder. Returns them, to be committed.
 
-        Args:
-            files: paths by their names in the folder. They must stay until they are committed.
+        The files must stay until they are committed.
 
         Raises:
-            OutputFailed: the hub refuses them.
-            Stopping: the calls were stopped.
+            OutputFailed, Stopping: see ``looked``.
         """
         if not files:
             return []
@@ -209,22 +202,12 @@ class HubUploads(HubReads):
         return []
 
     def there(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist. Waits for a hub that does not answer.
-
-        Raises:
-            OutputFailed: the hub refuses.
-            Stopping: ``stop`` was called meanwhile.
-        """
+        """Those of the files that exist. Raises OutputFailed and Stopping."""
         look_up = partial(self.folder.look_up, names)
         return self.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
 
     def history(self) -> History:
-        """The branch's newest commit, and the commits of the last hour.
-
-        Raises:
-            OSError: the hub refused, or no answer came.
-            Stopping: ``stop`` was called meanwhile.
-        """
+        """The branch's newest commit, and the commits of the last hour. Raises OSError and Stopping."""
         found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
@@ -237,18 +220,18 @@ class HubUploads(HubReads):
     def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
         """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have happened.
 
-        Returns how many commits had been seen before.
-
-        The files of another job may have appeared since the rank's start: only content that this rank may have
-        published is replaced.
+        Another job's files may have appeared: only content that this rank may have published is replaced.
 
         Args:
             head: the branch's newest commit. If there is a newer one, the hub refuses (412).
 
+        Returns:
+            How many commits had been seen before.
+
         Raises:
             OutputMismatch: a file is there with other content. Nothing was overwritten.
-            OSError: the hub refused it, or no answer came.
-            Stopping: ``stop`` was called meanwhile.
+            OSError: the hub refused the commit, or no answer came.
+            Stopping: the calls were stopped.
         """
         folder = self.folder
         found = self.calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
@@ -263,7 +246,6 @@ class HubUploads(HubReads):
 
 
 def hub_failure(error: BaseException) -> str:
-    """What a log line says about a failed call."""
     if http_status(error) in _CONTENTION:
         return f"another process committed at the same moment (HTTP {http_status(error)})"
     return library_line(error)

@@ -1,9 +1,8 @@
 """datatrove's writers for the hub, without their own uploads.
 
-``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` write to a local folder, and upload and commit by
-themselves when they are closed. A chunk could then not be published in one step. So their settings are taken over by
-Parquet writers with a folder on the hub, whose chunks are uploaded like those of any other writer. These have the same
-class names, because the run's identity holds them.
+``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` upload and commit by themselves when they are closed, so a
+chunk could not be published in one step. Their settings are taken over by Parquet writers with a folder on the hub.
+These have the same class names, because the run's identity holds them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which files of a template lie in an output folder, and how large they are: one listing, however many there are.
 
 Locally only the folders are read in which a file of the template may be. On object stores that can list by prefix
-(s3fs, gcsfs, adlfs), only the names of one rank are listed, 1000 per request. The hub is asked afresh each time, for
-the folder that all names of the template have in common.
+(s3fs, gcsfs, adlfs), only the names of one rank are listed. The hub is asked for the folder that all names of the
+template have in common.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class FoundFiles:
         sizes: in bytes, by path; None: the store tells no size.
         touched: committed files with another stamp than their commit names.
         altered: committed files with another content than their commit names.
-        by_rank: the files that the template may have named, and no commit names, each with the folder of its retry
-            ("": of no retry).
+        by_rank: files that the template may have named, and no commit names, each with the folder of its retry or "".
         hub_files: what the hub tells of the files; empty elsewhere.
     """
 
@@ -81,18 +80,16 @@ class FoundFiles:
 def list_output(
     writer: DiskWriter, committed: Mapping[str, OutputFile], rank: int | None = None, others: bool = True
 ) -> FoundFiles:
-    """Lists an output folder.
+    """Lists the files that exist among ``committed``, by their plain paths, and those that the template may have named.
 
-    It finds every file that exists among ``committed``, and every other one that the template may have named. It may
-    find more.
+    It may find other files, too.
 
     Args:
-        committed: by their plain paths.
         rank: only look for other files of this rank.
         others: look for other files at all. Without them the hub needs one request for 500 names.
 
     Raises:
-        OSError: the folder cannot be read. One that does not exist holds no files.
+        OSError: see ``list_files``.
     """
     head, everywhere = _head(writer.output_filename, rank)
     numbered = writer.max_file_size > 0
@@ -180,16 +177,11 @@ def remote_stamp(info: Mapping[str, Any]) -> int:
 
 
 def local_stamp(status: os.stat_result) -> int:
-    """The stamp of a file on a disk."""
     return stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")
 
 
 def content_hash(folder: DataFolder, path: str) -> str:
-    """The xxh128 of a file's content.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The xxh128 of a file's content. Raises OSError."""
     hub = HubFolder.of(folder)
     if hub is None or hub.is_bucket:
         with folder.open(path, "rb") as file:
@@ -216,8 +208,7 @@ def _head(template: Template, rank: int | None) -> tuple[str, bool]:
 def _scan(root: Path, head: str, everywhere: bool, without: str) -> Iterator[tuple[str, os.stat_result]]:
     """The files whose names start with ``head``, perhaps after a number, as writers with max_file_size give it.
 
-    Only these are looked at: a folder that all ranks share may hold a million files, and to look at one may take a
-    request to a file server.
+    Only these are looked at: a shared folder may hold a million files, and each look may be a request to a file server.
     """
     base, start = posixpath.split(head)
     may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match

@@ -1,8 +1,8 @@
 """The names of output files: filled in from documents, checked, and recognised in a listing.
 
-``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours: metadata of these names never replaces them. Every
-other field comes from a document's metadata, which is not trusted. A name that such a field makes must stay inside the
-output folder, must not be one of our own folders, and must fit a file system; a value with "/" is a subfolder.
+``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Every other field comes from a document's
+metadata, which is not trusted: the name must stay inside the output folder, must not be one of our own folders, and
+must fit a file system; a value with "/" is a subfolder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBER = r"(?:\d{3,}_)?"  # a writer with max_file_size puts it in front of eac
 
 
 def fields_of_documents(template: Template) -> list[str]:
-    """The placeholders that a document fills in: all but the rank and the chunk index."""
+    """The placeholders that a document fills in."""
     return [name for name in template.get_identifiers() if name not in ("rank", "chunk_index")]
 
 
@@ -63,15 +63,10 @@ class FileNames:
         self._odd_parts_of_template = _odd_parts(Template(self.template).substitute(neutral))
 
     def chunk_field(self, chunk_index: int) -> str:
-        """The value of ``${chunk_index}``."""
         return f"{self._prefix}{chunk_index:05d}"
 
     def check(self, document: Document, chunk_index: int) -> None:
-        """Checks the name of the file that the document goes to.
-
-        Raises:
-            InvalidFileName: it cannot be the name of an output file.
-        """
+        """Raises InvalidFileName if the document's file cannot be an output file."""
         if self.fields:
             self.fill({**document.metadata, "id": document.id, "chunk_index": self.chunk_field(chunk_index)})
 
@@ -175,7 +170,7 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
 
     Args:
         any_writer: also names that datatrove's own InferenceRunner gives, and those with other endings.
-        rank: digits of the only rank to recognise; every rank if it is not given.
+        rank: digits of the only rank to recognise.
     """
     numbers = {"rank": rank, "chunk_index": _RETRY + _CHUNK}
     endings = ""

@@ -1,6 +1,6 @@
 """OutputFolder: a rank's output folder as it is looked at: who may use it, whose it is, and which files are there.
 
-Nothing here writes output, so nothing here needs the rank's lease: most refusals come before the rank is taken.
+Nothing here writes output or needs the rank's lease: most refusals come before the rank is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class OutputFolder:
 
     Args:
         check: compares the folder with what the checkpoints say.
-        rank: the rank, for the writer's filename template.
         scratch: the rank's checkpoint, below which files for a remote output folder are staged.
         prefix: stands before the chunk index in file names.
     """
@@ -79,7 +78,6 @@ class OutputFolder:
             check_access(self.hub, private_if_made(self.writer), self.calls, committed=committed)
 
     def claim(self) -> None:
-        """Makes the run the owner of the folder, unless another run is."""
         self._call("cannot be claimed for this run", partial(self.check.owner.claim, self.check.is_unused))
 
     def look(self, commits: RankCommits, others: bool = True) -> FoundFiles:
@@ -98,7 +96,6 @@ class OutputFolder:
         return self._call("cannot be listed", look)
 
     def _call(self, what: str, call: Callable[[], T]) -> T:
-        """Calls what looks at the folder. ``what`` starts the messages."""
         where = self.check.where
         if self.writer.output_folder.is_local():
             with explained("read", Path(where).absolute()):

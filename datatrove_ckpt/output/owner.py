@@ -59,7 +59,7 @@ class Owner(NamedTuple):
     Attributes:
         home: its mirror, or its ``checkpoints_local_dir``, as they were at the run's first start.
         run: the hash of its identity at that time.
-        key: by chance, so that a later run in the same place is another one; "": not known.
+        key: random, so that a later run in the same place is another one; "": not known.
         host: where the record was written.
         replaces: the key of the removed run that had the same place, if its record was there when this run began.
     """
@@ -72,12 +72,12 @@ class Owner(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """The places by which a run is known: the place where it began, and its settings of today.
+    """The places by which a run is known: where it began, and its settings now.
 
     Attributes:
         root: ``checkpoints_local_dir``.
         mirror: ``checkpoints_remote_dir``.
-        run: the hash of the run's identity; None: not known, so any will do.
+        run: the hash of the run's identity; None: any hash.
     """
 
     root: Path
@@ -94,7 +94,6 @@ class Homes(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The mirror, or the folder of the checkpoints."""
         if self.mirror is None:
             return str(self.root.absolute())
         if "://" in self.mirror:
@@ -102,7 +101,6 @@ class Homes(NamedTuple):
         return str(Path(self.mirror).absolute())
 
     def begun(self, key: str = "", replaces: str = "") -> Owner:
-        """The run as it begins here and now."""
         return Owner(self.place, self.run or "", key, socket.gethostname(), replaces)
 
     def owns(self, owner: Owner) -> bool:
@@ -157,11 +155,11 @@ class Ownership:
         """Returns whether this run owns the folder; False: it may become the owner. Changes nothing.
 
         Args:
-            is_unused: returns whether the folder holds no file of the template. Then a run that had its checkpoints in
-                the same place, and was removed, is no owner any more.
+            is_unused: returns whether the folder holds no file of the template. Then a removed run that had its
+                checkpoints in the same place is no owner any more.
 
         Raises:
-            OutputMismatch: another run owns it. The message names both runs, and the way out.
+            OutputMismatch: another run owns the folder.
             OSError: the record cannot be read.
         """
         return self._compare(is_unused)[0]
@@ -176,9 +174,6 @@ class Ownership:
 
     def claim(self, is_unused: Callable[[], bool]) -> None:
         """Makes this run the owner, unless another run is. A second call only compares.
-
-        Args:
-            is_unused: see ``check``.
 
         Raises:
             OutputMismatch: another run owns the folder.
@@ -250,7 +245,6 @@ class _Record:
     place: str
 
     def read(self) -> Owner | None:
-        """The owner; None if there is no file."""
         data = self._read()
         if data is None:
             return None
@@ -353,7 +347,7 @@ class _BucketRecord(_RemoteRecord):
 
 
 class _HubRecord(_Record):
-    """In a repository. The commit names its parent: of two runs, one alone makes the next commit."""
+    """In a repository. Each commit names its parent, so of two runs only one makes the next commit."""
 
     def __init__(self, hub: HubFolder, path: str) -> None:
         self._hub = HubFolder(hub.kind, hub.repo, hub.revision, "", hub.endpoint)

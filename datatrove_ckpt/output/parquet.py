@@ -1,8 +1,8 @@
 """Writes the Parquet files of a chunk with one schema, in the batches of datatrove's ParquetWriter.
 
-datatrove opens a file with the schema of its first document, and with a dictionary for each column. Here a writer of
-the user gives the settings, the rows and the names of files, and pyarrow writes them. For the same schema the bytes are
-those that datatrove writes, but for vectors: a dictionary would be larger than they are.
+datatrove opens a file with the schema of its first document, and with a dictionary for each column. Here pyarrow writes
+the rows directly. For the same schema the bytes are those that datatrove writes, but for vectors: a dictionary would be
+larger than they are.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def _leaves(kind: DataType, path: str) -> Iterator[str | None]:
 def prepare_arrow(writer: DiskWriter) -> None:
     """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before the loop runs.
 
-    Arrow converts a batch in one call, under the interpreter's lock, which would block the event loop. The slow part is
-    memory: the default allocator, mimalloc, soon returns it to the system, page by page. With the system's allocator
-    1000 documents of 2 kB take 1 to 4 ms instead of sometimes 20 to 50 ms (measured, Arrow 26).
+    Arrow converts a batch under the interpreter's lock, which would block the event loop. The slow part is memory: the
+    default allocator, mimalloc, soon returns it to the system. With the system's allocator 1000 documents of 2 kB take
+    1 to 4 ms instead of sometimes 20 to 50 ms (measured, Arrow 26).
     """
     if not isinstance(writer, ParquetWriter):
         return

@@ -36,11 +36,7 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
 
 
 def remove_file(folder: DataFolder, name: str) -> None:
-    """Removes a file that is not on the hub, if it exists.
-
-    Raises:
-        OutputFailed, StorageFailed: it could not be removed.
-    """
+    """Removes a file that is not on the hub, if it exists. Raises OutputFailed and StorageFailed."""
     if folder.is_local():
         files.disk.remove(Path(folder.resolve_paths(name)))
         return
@@ -64,11 +60,6 @@ def sync_parents(root: Path, names: Iterable[str]) -> None:
 
 
 def _remove_from_hub(hub: HubFolder, names: Sequence[str]) -> None:
-    """Removes those of the files that exist: many in one commit. Waits for a hub that refuses for now.
-
-    Raises:
-        OutputFailed: they could not be removed.
-    """
     reads = HubReads(hub, StoppableCalls())
     for start in range(0, len(names), _MOST_REMOVED):
         part = names[start : start + _MOST_REMOVED]

@@ -1,9 +1,8 @@
 """Where a rank's staged files are published: a local folder, a remote one, or the hub.
 
 A file appears complete or not at all. All files of a chunk are complete on the local disk before the first byte is sent
-to a remote folder, on S3 or any other file system of fsspec. There, a single PUT appears once all of it has arrived, a
-multipart upload once it is completed. Only the attempt that sent all the parts completes it: no error path, no
-destructor and no later process does.
+to a remote folder. There, a single PUT appears once all of it has arrived, a multipart upload once it is completed:
+only the attempt that sent all the parts completes it.
 
     failure                                      reaction
     reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for seconds; then the whole
@@ -13,8 +12,7 @@ destructor and no later process does.
                                                  rank's next process aborts it, for the names that are still staged
 
 Only S3 (s3fs) can list open uploads, and can tell without leaving a trace whether it may be written to. On other file
-systems only ``put_file`` and ``info`` are used. Whether a half-written file can be seen depends on them; on object
-stores it cannot.
+systems of fsspec, only ``put_file`` and ``info`` are used.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ S3Response: TypeAlias = dict[str, Any]
 class Target:
     """Where a rank's files are published. ``staging`` is the folder in which they are written first.
 
-    Nothing is written over: a file that is there is replaced only if the rank's intents name its content.
+    A file that is there is replaced only if the rank's intents name its content.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
@@ -121,7 +119,6 @@ class Target:
         """Returns when the names of published files survive a power loss."""
 
     def _hash(self, name: str) -> str:
-        """The xxh128 of the file that is there."""
         raise NotImplementedError
 
     def _stamp(self, name: str) -> int:
@@ -144,12 +141,10 @@ class Target:
 
 @dataclass(frozen=True)
 class StagedChunk:
-    """A chunk whose files are complete on the local disk.
+    """A chunk whose files are complete on the local disk, by their names in the output folder.
 
     Attributes:
-        index: the chunk's.
         staging: the folder of the files, which is removed once they are published.
-        files: by their names in the output folder.
     """
 
     index: int
@@ -227,11 +222,7 @@ def _is_elsewhere(error: StorageFailed) -> bool:
 
 
 class RemoteTarget(Target):
-    """A remote folder, on any file system of fsspec.
-
-    Args:
-        lease: checked before a further attempt to upload.
-    """
+    """A remote folder, on any file system of fsspec. ``lease``: checked before a further attempt to upload."""
 
     def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls) -> None:
         super().__init__(folder, scratch)
@@ -255,7 +246,7 @@ class RemoteTarget(Target):
 
         Raises:
             OutputFailed: the file could not be uploaded, or the remote one has another size.
-            Stopping: ``stop`` was called meanwhile.
+            Stopping: the calls were stopped.
         """
         size = local.stat().st_size
         remote = self._folder.resolve_paths(name)
@@ -323,7 +314,7 @@ class S3Target(RemoteTarget):
         """Checks that files can be written, and aborts the uploads that earlier processes left open.
 
         Raises:
-            OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
+            OutputFailed: nothing can be written.
         """
         create = partial(self._call, "create_multipart_upload", self._probe)
         upload = self._calls.retry(f"{self._url} cannot be written to", create)["UploadId"]
@@ -368,8 +359,6 @@ class S3Target(RemoteTarget):
             markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _abort(self, name: str, upload: str) -> None:
-        """Aborts an upload. One that does not exist any more is no error."""
-
         def abort() -> None:
             try:
                 self._call("abort_multipart_upload", name, UploadId=upload)
@@ -390,11 +379,7 @@ class S3Target(RemoteTarget):
 
 
 class HubTarget(Target):
-    """A folder on the Hugging Face hub. Files are uploaded one chunk at a time, and committed many chunks at a time.
-
-    Args:
-        pace: when uploaded files are committed.
-    """
+    """A folder on the Hugging Face hub. Files are uploaded one chunk at a time, and committed many chunks at a time."""
 
     def __init__(self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace) -> None:
         super().__init__(folder.writer.output_folder, folder.scratch)
@@ -463,7 +448,6 @@ class HubTarget(Target):
 
 
 def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:
-    """The target for a rank's output folder."""
     output = folder.writer.output_folder
     scratch = folder.scratch
     # Another run may write other files into the same folder. It must not remove what this one stages.

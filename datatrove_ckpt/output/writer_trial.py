@@ -1,8 +1,7 @@
 """Can the user's writer write this document?
 
-The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no strings. If that
-showed only when a chunk is published, its rank could never end. So a document with anything but plain JSON in it is
-written to memory first, while it can still become a dead letter.
+The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no strings. So a
+document with anything but plain JSON is first written to memory, while it can still become a dead letter.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from datatrove_ckpt.output.writers import decode_for
 
 
 class _InMemory:
-    """In place of a writer's file manager: one file, which is thrown away. ``Any``, as datatrove's has no types."""
+    """In place of a writer's file manager: one file, which is thrown away."""
 
     def __init__(self, mode: str) -> None:
         self._file: io.IOBase = io.StringIO()

@@ -1,9 +1,8 @@
 """How documents get to a writer of the user cheaply.
 
-What datatrove's default adapter and ``DiskWriter.write`` do is done here without a deep copy, and without stats.
-``dataclasses.asdict`` copies everything down to the last string (half of the cost of publishing, measured), so that a
-writer may change the dict it gets. A document that comes out of a journal has no other owner, and is read from there
-with dicts in place of dataclasses. The result is the same, value for value and key for key; a test compares them.
+``dataclasses.asdict``, in datatrove's default adapter, copies everything down to the last string (half of the cost of
+publishing, measured), so that a writer may change the dict it gets. A document that comes out of a journal has no other
+owner, and is read from there with dicts in place of dataclasses. A test compares the results.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def _count_nothing(*numbers: object) -> None:
 
 
 def writes_media(writer: DiskWriter) -> bool:
-    """Whether the writer may save the bytes of media: it is set so, or has code of its own."""
+    """Whether the writer may save the bytes of media: by its setting, or by code of its own."""
     is_usual = has_default_adapter(writer) and _has_default_write(writer)
     return not is_usual or bool(getattr(writer, "save_media_bytes", True))
 

@@ -53,7 +53,7 @@ class _Rank:
 
 
 def gather(run: RunState) -> Page:
-    """Reads the histories of all ranks, and makes the page. Changes nothing."""
+    """Reads the histories of all ranks, and makes the page."""
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
     ranks = [_Rank(state, _history(state.folder / HISTORY, lines)) for state in states]
@@ -147,8 +147,7 @@ def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
 def _spreads(histories: Sequence[History], requests: int) -> Table:
     """Latency and tokens of all requests that servers answered, from the histograms of each attempt.
 
-    Args:
-        requests: of all documents. Those of the last minutes before a kill are in no histogram.
+    ``requests``: of all documents. Those of the last minutes before a kill are in no histogram.
     """
     found = [spread for history in histories for spread in history.spreads]
     kinds = {"latency, ms": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}

@@ -1,10 +1,8 @@
 """What the histories of all ranks say together: how far they were at each time, and what interrupted them.
 
-A thousand ranks have a gigabyte of histories, so of the lines about progress only an even share is parsed.
-
 Between two lines a sum is taken to grow evenly. While no attempt runs it stands still. What an attempt did between its
 last line and a kill is known from the first line of the next attempt; it counts for the minute after the last line (or
-for as long as between its last two lines), because the next line would have been written then.
+for as long as between its last two lines).
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ class OverTime:
         self.documents, self.prompt_tokens, self.completion_tokens, self.errors, self._ran = sums
 
     def add(self, history: History, until: float | None = None) -> None:
-        """Adds a rank.
-
-        Args:
-            until: its last attempt still runs, and ran until then.
-        """
+        """Adds a rank. ``until``: its last attempt still runs, and ran until then."""
         spans = [[attempt.started, attempt.last_seen] for attempt in history.attempts]
         if until is not None and spans:
             spans[-1][1] = max(spans[-1][1], until)

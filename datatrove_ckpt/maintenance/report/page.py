@@ -34,7 +34,7 @@ class Chart:
 
     Attributes:
         edges: Unix seconds, ascending: where each interval starts, and where the last one ends.
-        lines: for each name a value for each interval; None: nothing is known of it.
+        lines: for each name a value for each interval; None: not known.
         interruptions: how many, for each interval.
     """
 
@@ -46,12 +46,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text.
-
-    Attributes:
-        columns: titles. One that ends with "#" is of numbers.
-        note: what is said above it.
-    """
+    """Rows of text, with a note above them. A column whose title ends with "#" is of numbers."""
 
     title: str
     columns: Sequence[str]
@@ -85,7 +80,6 @@ class Page:
     missing: Sequence[str] = ()
 
     def html(self) -> str:
-        """The page as text, to be written as UTF-8."""
         as_of = f", as of {clock(self.made_at)}"
         topics = (element("div", element("dt", topic), element("dd", text)) for topic, text in self.sums)
         parts = {
@@ -186,7 +180,6 @@ def ticks(high: float) -> list[float]:
 
 
 def clock(at: float) -> str:
-    """A Unix time for people: "2026-11-21 18:05:00 UTC"."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
@@ -205,8 +198,7 @@ class Markup(str):
 def element(tag: str, /, *children: str, **attributes: Value) -> Markup:
     """One element. An underscore in an attribute's name stands for a hyphen, and one at its end is left out.
 
-    Args:
-        children: ``Markup`` is taken as it is; any other text is escaped.
+    ``Markup`` among the children is taken as it is; any other text is escaped.
     """
     given = [
         f' {key.rstrip("_").replace("_", "-")}="{escaped(value if isinstance(value, str) else number(value))}"'
@@ -217,7 +209,6 @@ def element(tag: str, /, *children: str, **attributes: Value) -> Markup:
 
 
 def joined(children: Iterable[str]) -> Markup:
-    """Several pieces of markup or text as one."""
     return Markup("".join(child if isinstance(child, Markup) else escaped(child) for child in children))
 
 
@@ -240,5 +231,5 @@ def shortened(text: str, limit: int) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate: at most one decimal, because a picture needs no more and a page of a thousand ranks less."""
+    """A coordinate: at most one decimal keeps the page of a thousand ranks small."""
     return f"{value:.1f}".removesuffix(".0")

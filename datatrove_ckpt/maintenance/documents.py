@@ -42,7 +42,7 @@ class ShownDocument:
     is_dead: bool = False
 
     def safe(self, most: int | None = None) -> ShownDocument:
-        """Without secrets and control characters, and with so many characters of each text at most."""
+        """Without secrets and control characters, and with so many characters of each text."""
         id_, text, answer = (printable(redact(part)) for part in (self.id, self.text, self.answer))
         if most is not None:
             text = shortened(text, most)
@@ -62,8 +62,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
-    named = place.output, place.given[0], place.configured_output
-    folder = get_datafolder(output or find_output(place.folder, ranks, *named))
+    folder = get_datafolder(output or find_output(place, ranks))
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:
@@ -106,7 +105,7 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
 
 
 def _answer(row: Json, key: str) -> str:
-    """The results as text; of a row that the user's adapter has made otherwise, all of it."""
+    """The results as text; of a row without any, all of it."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
@@ -119,7 +118,7 @@ def _answer(row: Json, key: str) -> str:
 
 
 def _text(result: object) -> str:
-    """A result's text, or those of its choices, and on a line of its own what it has beside it."""
+    """A result's text, or those of its choices, and on the next line what else it has."""
     if isinstance(result, str):
         return result
     if not isinstance(result, dict):
@@ -137,7 +136,7 @@ def _text(result: object) -> str:
 
 
 def _choices(choices: object) -> str:
-    """Each choice as a result; "" if these are no choices of a server."""
+    """ "": these are no choices of a server."""
     if not isinstance(choices, list) or not all(isinstance(choice, dict) and "text" in choice for choice in choices):
         return ""
     return "\n\n".join(map(_text, choices))
@@ -148,7 +147,6 @@ def _json(value: object) -> str:
 
 
 def _short(value: object) -> object:
-    """The value, with the first numbers of a vector only."""
     if isinstance(value, dict):
         return {key: _short(each) for key, each in value.items()}
     if not isinstance(value, list):

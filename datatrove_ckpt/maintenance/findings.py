@@ -18,7 +18,7 @@ REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 
 @dataclass(slots=True)
 class Problem:
-    """One problem, or, in ``Report.unfinished``, work that is not done yet. The message says what to do."""
+    """One problem, or, in ``Report.unfinished``, work that is not done yet."""
 
     kind: str
     message: str
@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass(slots=True)
 class CommittedChunk:
-    """A committed chunk: its output files, and the number of documents in them (None: unknown)."""
+    """``documents``: the number of documents in its files; None: unknown."""
 
     rank: RankLedger
     index: int
@@ -53,7 +53,6 @@ class Report:
 
     Attributes:
         repair_command: the command that repairs the chunks to redo.
-        output: the output folder's name; ``folder`` as datatrove's ``DataFolder``.
         ranks: without their commits, which ``chunks`` has.
         not_started: ranks that are not there, and of which nothing shows that they ever were.
         uncounted: the writers whose rows cannot be counted.
@@ -93,12 +92,16 @@ class Report:
     def redo_advice(self) -> str:
         return f" To redo it: {self.repair_command}, then run again."
 
+    @property
+    def templates(self) -> list[str]:
+        return sorted({str(rank.run["output_filename"]) for rank in self.ranks if "output_filename" in rank.run})
+
     @cached_property
     def hub(self) -> HubFolder | None:
         return HubFolder.of(self.folder)
 
     @property
     def tasks(self) -> int:
-        """The number of tasks of the run; 0: not known."""
+        """0: not known."""
         tasks = [rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root]
         return max(tasks, default=0)

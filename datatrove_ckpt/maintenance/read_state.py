@@ -38,14 +38,7 @@ def wanted_files(name: str, size: int) -> bool:
 
 
 def read_run_state(place: Place, now: float | None = None) -> RunState:
-    """Reads the ranks of a place.
-
-    Args:
-        now: Unix seconds; None: ask the clock.
-
-    Raises:
-        ConfigError: there is no rank, or this user may not read one.
-    """
+    """Reads the ranks of a place. Raises ConfigError if there is none, or this user may not read one."""
     found = find_ranks(place.folder)
     if now is None:
         now = time.time()
@@ -77,7 +70,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.retried = add_up(state.retries, state.read_at)
     words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
     state.newest = max(words, default=None)
-    with suppress(OSError, CkptError):  # claims are hints, and may be on a store that this machine does not reach
+    with suppress(OSError, CkptError):  # claims are hints
         _read_claims(state, place)
     return state
 
@@ -85,7 +78,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
 def _read_claims(state: RunState, place: Place) -> None:
     folder = place.logging_dir
     if folder is None and not place.is_copy:
-        folder = str(place.folder.parent / "logs")  # as the short form and the examples have it
+        folder = str(place.folder.parent / "logs")
     if folder is None or ("://" not in folder and not Path(folder, "claims").is_dir()):
         return
     from datatrove_ckpt.claims.claims import claimants, given_up
@@ -114,7 +107,6 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
 
 
 def _sort_out(state: RunState, folder: Path) -> None:
-    """Finds the ranks that are missing, and those that do not belong to the run."""
     numbers = {rank.rank for rank in state.ranks}
     state.missing = [rank for rank in range(state.tasks) if rank not in numbers]
     state.gone = removed_ranks(folder, state.missing)
@@ -132,7 +124,7 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
 
 
 def _first_run(ranks: list[RankState]) -> Json:
-    """The first run.json that can be read: all ranks share its settings."""
+    """All ranks share its settings."""
     for path in (rank.folder / layout.RUN for rank in ranks):
         with suppress(CheckpointError):
             if path.is_file():

@@ -44,7 +44,7 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
 
 
 def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
-    """The commits that can be kept, by chunk index: those before the first one that does not start where it must."""
+    """The commits before the first one that does not start where it must, by chunk index."""
     found: dict[int, Commit] = {}
     for commit in whole:
         found.setdefault(commit.chunk_index, commit)
@@ -60,7 +60,6 @@ def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
 
 
 def _end_of_letter(path: Path, start: int, number: int) -> int:
-    """The offset after the ``number``-th dead letter from an offset on."""
     with explained("read", path), path.open("rb") as file:
         file.seek(start)
         for _ in range(number):

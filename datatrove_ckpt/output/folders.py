@@ -27,7 +27,7 @@ _OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
 
 
 def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
-    """Refuses, when a runner is constructed, output among the files of its checkpoint. Raises ConfigError."""
+    """Refuses output among the files of its checkpoint. Raises ConfigError."""
     if checkpoints is None:
         return
     below = _below(get_datafolder(checkpoints), writer.output_folder)
@@ -64,7 +64,7 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
 
 
 def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
-    """Refuses output that a step before the runner would read as input at the next start. Raises ConfigError."""
+    """Refuses output that a step before the runner would read at the next start. Raises ConfigError."""
     for step in steps:
         _refuse_own(step, None, writer, "output_writer")
 
@@ -92,7 +92,6 @@ def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWrit
 
 
 def _reads(reader: BaseDiskReader, writer: DiskWriter) -> bool:
-    """Whether the reader would list the files that the writer makes."""
     below = _below(reader.data_folder, writer.output_folder)
     if below is None:
         return False
@@ -116,7 +115,7 @@ def _sample(writer: DiskWriter) -> str:
 
 
 def _below(folder: DataFolder, other: DataFolder) -> str | None:
-    """The path of ``other`` below the folder, "" if they are one; None if it is elsewhere."""
+    """The path of ``other`` below the folder; "" if they are one, None if it is elsewhere."""
     parent = _path(folder)
     child = _path(other)
     if child == parent:
@@ -139,7 +138,7 @@ def _path(folder: DataFolder) -> str:
 
 
 def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
-    """Whether the output folder that ``run.json`` names is another one than this, and exists."""
+    """Whether the recorded output folder is another one than this, and exists."""
     other = get_datafolder(recorded)
     try:
         with file_system_call():

@@ -61,11 +61,7 @@ class HubFile:
         return self.oid or self.blob or ""
 
     def holds(self, size: int, digest: str) -> bool:
-        """Whether this is the file with that size in bytes and hash, as far as the hub tells.
-
-        Args:
-            digest: SHA-256, or git's hash of a file that is not in LFS; "": not known.
-        """
+        """Whether this is the file with that size and hash, as far as the hub tells. ``digest``: see ``OutputFile``."""
         listed = None
         if len(digest) == _SHA256_DIGITS:
             listed = self.oid
@@ -134,7 +130,6 @@ class HubFolder:
 
     @property
     def url(self) -> str:
-        """As ``parse`` reads it."""
         prefix = next(plural for plural, kind in _KINDS.items() if kind == self.kind)
         url = f"{HUB}{prefix}/{self.repo}"
         if self.revision:
@@ -150,7 +145,6 @@ class HubFolder:
 
     @property
     def branch(self) -> str:
-        """The revision that commits go to."""
         return self.revision or MAIN
 
     def api(self) -> HfApi:
@@ -163,7 +157,6 @@ class HubFolder:
         return f"{self.api().endpoint}/api/{self.kind}s/{self.repo}"
 
     def advice(self, error: BaseException) -> str:
-        """What to do after a call that failed for good."""
         status = http_status(error)
         if status == 401:
             return "The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: hf auth login."
@@ -173,13 +166,12 @@ class HubFolder:
                 f"access to {self.repo}, of somebody who may write there."
             )
         if status == 404 or isinstance(error, FileNotFoundError):
-            return f"Make the repository and the branch, or correct {written.output_folder}."
+            return f"Restore or make the repository and the branch, or correct {written.output_folder}."
         if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
             return "Install the extra hub."
         return "Check the network, HF_ENDPOINT and https://status.huggingface.co."
 
     def full_name(self, name: str) -> str:
-        """The path in the repository of a file of this folder."""
         return posixpath.normpath(posixpath.join(self.path, name))
 
     def below(self, name: str) -> HubFolder:
@@ -188,23 +180,19 @@ class HubFolder:
         return replace(self, path=self.full_name(name))
 
     def files(self) -> dict[str, HubFile]:
-        """Lists all files below the folder, by their names in it. A folder that does not exist holds none.
-
-        Raises:
-            OSError: the hub cannot be reached, or refuses (no such repository, no permission).
-        """
+        """Lists all files below the folder, by their names in it; none if it does not exist. Raises OSError."""
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
             return dict(self._listed())
-        except EntryNotFoundError as error:  # a folder appears with its first file; a repository would be another error
+        except EntryNotFoundError as error:  # a folder appears with its first file
             if http_status(error) not in (404, None):
                 raise
             return {}
 
     def _listed(self) -> Iterator[tuple[str, HubFile]]:
         start = f"{self.path}/" if self.path else ""
-        entries: Iterable[Any]  # RepoFile, RepoFolder, BucketFile, BucketFolder
+        entries: Iterable[Any]
         if self.is_bucket:
             entries = self.api().list_bucket_tree(self.repo, prefix=self.path or None, recursive=True)
         else:
@@ -229,7 +217,7 @@ class HubFolder:
         return head
 
     def remove(self, paths: Sequence[str], message: str, head: str | None = None) -> None:
-        """Removes files, named by their paths in the repository, which must exist. ``head``: as ``commit``."""
+        """Removes files, by their paths in the repository, which must exist. ``head``: see ``commit``."""
         from huggingface_hub import CommitOperationDelete
 
         if self.is_bucket:
@@ -238,7 +226,7 @@ class HubFolder:
             self.commit([CommitOperationDelete(path) for path in paths], message, head)
 
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
-        """The content of a file in a repository, in blocks of at most ``size`` bytes. One request. Raises OSError."""
+        """Reads a file of a repository with one request. Raises OSError."""
         from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -252,7 +240,7 @@ class HubFolder:
             yield from response.iter_bytes(size)
 
     def history(self, known: History) -> History:
-        """The branch's newest commit, and those of the last hour. Asks once for 50 unknown commits. Raises OSError."""
+        """The branch's newest commit, and those of the last hour. Raises OSError."""
         from huggingface_hub import hf_raise_for_status
 
         places = {commit.oid: place for place, commit in enumerate(known.made)}
@@ -273,7 +261,7 @@ class HubFolder:
         return History(now, tuple(made))
 
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
-        """Returns those files of the folder that exist among ``names``, without listing the folder. Raises OSError."""
+        """Those of the files that exist, without listing the folder. Raises OSError."""
         found: dict[str, HubFile] = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
             wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
@@ -289,7 +277,7 @@ class HubFolder:
 
 
 def get(url: str) -> Any:
-    """Sends a request for which the hub's client has no method. Returns a response of the client's own httpx."""
+    """Sends a request for which the hub's client has no method, with its httpx."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 

@@ -3,7 +3,6 @@
     question                                    asked by
     is there a token?                           no request
     is the repository there, may it be written  GET auth-check/write: the hub's own answer for token and repository
-    is the revision a branch?                   GET refs, and only if the URL names a revision
     is a bucket there?                          GET of the bucket; there is no question for the right to write to it
 
 ``whoami-v2`` was rejected: it does not tell whether this repository takes the token, and is limited.
@@ -37,7 +36,7 @@ def check_access(
     only_look: bool = False,
     committed: Callable[[], int] = lambda: 0,
 ) -> str:
-    """Returns when the folder can be written to, with what was found, for people. Waits for a hub that refuses for now.
+    """Returns what was found, for people, when the folder can be written to. Waits for a hub that refuses for now.
 
     Args:
         private: how to make a repository that is missing; None: do not make it.
@@ -45,7 +44,7 @@ def check_access(
         committed: counts the files that the job has committed there: a new repository would lack them.
 
     Raises:
-        OutputFailed: the folder cannot be written to. The message says what to do.
+        OutputFailed: the folder cannot be written to.
         Stopping: ``calls`` were stopped.
     """
     policy = retrying.HUB_LOOK
@@ -57,15 +56,13 @@ def check_access(
 
 
 def private_if_made(writer: DiskWriter) -> bool | None:
-    """How datatrove's writers for the hub make a missing repository; None for other writers, which do not make any."""
-    name = type(writer).__name__
-    if name not in ("HuggingFaceDatasetWriter", "HuggingFaceBucketWriter"):
-        return None
-    return bool(getattr(writer, "private", True))
+    """How a writer for the hub makes a missing repository; None: not at all."""
+    private: bool | None = getattr(writer, "private", None)
+    return private
 
 
 def repository_is_gone(folder: HubFolder, committed: int) -> str:
-    """The message about a missing repository or bucket in which the job has committed files."""
+    """The message about a missing repository in which the job has committed files."""
     return _gone(folder, _no_repository(folder), committed)
 
 
@@ -90,7 +87,7 @@ def _kind(folder: HubFolder) -> str:
 
 @dataclass
 class _Access:
-    """The questions about one folder. The attributes are arguments of ``check_access``."""
+    """The questions about one folder. See ``check_access``."""
 
     _folder: HubFolder
     _private: bool | None
@@ -130,30 +127,9 @@ class _Access:
             return self._missing()
         if response.status_code != 404:
             hf_raise_for_status(response)
-        if folder.revision is not None:
-            self._check_branch(folder.revision)
         if response.status_code == 404:
             return f"{folder.url}: whether the token may write to this hub shows with the first file."
         return f"{folder.url} exists, and the token may write to it."
-
-    def _check_branch(self, revision: str) -> None:
-        folder = self._folder
-        refs = folder.api().list_repo_refs(
-            folder.repo, repo_type=folder.kind, include_pull_requests=revision.startswith("refs/pr/")
-        )
-        names = {name for ref in refs.branches for name in (ref.name, ref.ref)}
-        names.update(ref.ref for ref in refs.pull_requests or [])
-        if revision in names:
-            return
-        what = f"{folder.repo} has no branch {revision!r}"
-        committed = self._committed()
-        if committed:
-            raise OutputFailed(_gone(folder, what, committed))
-        create = ["hf", "repos", "branch", "create", folder.repo, revision, "--repo-type", folder.kind]
-        raise OutputFailed(
-            f"{folder.url}: {what}, and files cannot be added to a tag. Correct the name, or make the branch: "
-            f"{shlex.join(create)}"
-        )
 
     # a missing repository --------------------------------------------------------------------------------------------
 

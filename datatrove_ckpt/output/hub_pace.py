@@ -22,20 +22,20 @@ COMMITS_PER_HOUR = 128
 
 HOUR = 3600.0
 
-_SPREAD_SECONDS = 2.0  # the hub's dates may be rounded down, and two ranks may wait for the same turn
+_SPREAD_SECONDS = 2.0  # the hub's dates may be rounded down
 _FIRST_SHARE = 0.5
 _SHARE_BEFORE_END = 0.5  # of the commits per hour, for ranks that have more to do
 _RANK = re.compile(r": rank (\d+), chunks? ")
 
 
 def commit_title(files: str, rank: int, chunks: str) -> str:
-    """The title of a commit, from which other ranks see whose it is. ``files``: "3 files"."""
+    """From the title, other ranks see whose commit it is. ``files``: "3 files"."""
     return f"Add {files}: rank {rank}, chunks {chunks}"
 
 
 @dataclass(frozen=True)
 class MadeCommit:
-    """A commit in the history of a repository. ``at``: Unix seconds, by the hub's clock."""
+    """``at``: Unix seconds, by the hub's clock."""
 
     oid: str
     at: float
@@ -87,7 +87,7 @@ class CommitPace:
             raise ConfigError(f"hub_commits_per_hour: must be >= 1; it is {self.per_hour}.")
 
     def seconds_of_next(self) -> float:
-        """How long the next files wait for more: ranks that start together must not commit together."""
+        """Ranks that start together must not commit together."""
         return self.seconds * random.uniform(_FIRST_SHARE, 1)
 
     def most(self, ends: bool) -> int:

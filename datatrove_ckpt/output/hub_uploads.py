@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import RetryPolicy, http_status, library_line
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.committed import other_content
+from datatrove_ckpt.output.committed import other_content, some
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import History
 from datatrove_ckpt.output.listing import FoundFiles
@@ -48,7 +47,7 @@ _CONTENTION = (409, 412)
 
 
 class UploadedFile:
-    """A file whose content is on the hub, or goes there inside its commit. ``operation``: after its upload."""
+    """A file whose content is on the hub, or goes there inside its commit."""
 
     def __init__(self, name: str, operation: CommitOperationAdd) -> None:
         self.name = name
@@ -64,23 +63,19 @@ class UploadedFile:
         """Whether the repository's .gitignore leaves the file out of every commit, without an error."""
 
     def operation(self) -> CommitOperationAdd:
-        """A new operation for each attempt: the client marks those that were committed, and refuses them then."""
+        """A new one for each attempt: the client refuses operations that were committed."""
         return copy.copy(self._operation)
 
     def is_there(self, found: HubFile | None) -> bool:
-        if found is None or found.size != self._operation.upload_info.size:
-            return False
-        if self._is_regular:
-            return found.blob == self.content_hash
-        return found.oid == self.content_hash
+        return found is not None and found.hash == self.content_hash
 
     def may_replace(self, found: HubFile) -> bool:
-        """Whether the file that the hub has is this one, or one that the rank has published before."""
+        """Whether the hub has this file, or one that the rank has published before."""
         return self.is_there(found) or found.hash in self.earlier
 
     @cached_property
     def content_hash(self) -> str:
-        """The hash by which the hub lists the file: SHA-256, or git's hash of a file that is not in LFS."""
+        """The hash by which the hub lists the file: SHA-256, or git's hash outside of LFS."""
         if not self._is_regular:
             return str(self._operation.upload_info.sha256.hex())
         with self._operation.as_file() as file:
@@ -126,11 +121,7 @@ class HubReads:
     def listed(
         self, call: Callable[[], FoundFiles], files: Iterable[OutputFile], policy: RetryPolicy | None = None
     ) -> FoundFiles:
-        """Lists the folder by a call, and looks again at those of the files that it seems to lack or to have changed.
-
-        Raises:
-            OutputFailed, Stopping: see ``looked``.
-        """
+        """Lists the folder by a call, and looks again at those of the files that it seems to lack."""
         found = self.looked("cannot be listed", call, policy)
         for seconds in LAG_LOOKS:
             files = [file for file in files if not found.is_right(file)]
@@ -142,7 +133,7 @@ class HubReads:
         return found
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """The files in the branch's newest commit, which a branch's name may lag behind."""
+        """A branch's name may lag behind its newest commit."""
         folder = self.folder
         if folder.is_bucket:
             return folder.look_up(names)
@@ -150,7 +141,7 @@ class HubReads:
 
 
 class HubUploads(HubReads):
-    """Uploads to one folder, and commits there. ``lease``: checked before a commit, and each further attempt."""
+    """Uploads to one folder, and commits there."""
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
         super().__init__(folder, calls)
@@ -160,25 +151,19 @@ class HubUploads(HubReads):
         """The commits of the branch, in the order in which this process has seen them."""
 
     def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the content of files, by their names in the folder. Returns them, to be committed.
-
-        The files must stay until they are committed.
-
-        Raises:
-            OutputFailed, Stopping: see ``looked``.
-        """
+        """Uploads the content of files, by their names in the folder. The files must stay until they are committed."""
         if not files:
             return []
         send = self._preupload
         if self.folder.is_bucket:
             send = self._put_in_bucket
         seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
-        what = f"{_some(list(files))} could not be uploaded"
+        what = f"{some(list(files))} could not be uploaded"
         uploaded = self.looked(what, partial(send, files), retrying.HUB, seconds)
         ignored = [file.name for file in uploaded if file.is_ignored]
         if ignored:
             raise OutputFailed(
-                f"{self.folder.url}: the repository's .gitignore leaves {_some(ignored)} out of every commit. Change "
+                f"{self.folder.url}: the repository's .gitignore leaves {some(ignored)} out of every commit. Change "
                 "it, or choose another output_filename, and run the same command again. Nothing that was saved is lost."
             )
         return uploaded
@@ -207,14 +192,14 @@ class HubUploads(HubReads):
         return self.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
 
     def history(self) -> History:
-        """The branch's newest commit, and the commits of the last hour. Raises OSError and Stopping."""
+        """The branch's newest commit, and those of the last hour. Raises OSError and Stopping."""
         found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
         return self._history
 
     def is_earlier(self, history: History, seen: int) -> bool:
-        """Whether what the hub shows is a state before a commit. ``seen``: what ``commit`` has returned for that."""
+        """Whether the hub shows a state before a commit. ``seen``: what ``commit`` has returned."""
         return history.head in self._seen[:seen]
 
     def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
@@ -222,16 +207,12 @@ class HubUploads(HubReads):
 
         Another job's files may have appeared: only content that this rank may have published is replaced.
 
-        Args:
-            head: the branch's newest commit. If there is a newer one, the hub refuses (412).
-
         Returns:
             How many commits had been seen before.
 
         Raises:
             OutputMismatch: a file is there with other content. Nothing was overwritten.
-            OSError: the hub refused the commit, or no answer came.
-            Stopping: the calls were stopped.
+            OSError: the hub refused, as if ``head`` is not the newest commit any more, or no answer came.
         """
         folder = self.folder
         found = self.calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
@@ -249,9 +230,3 @@ def hub_failure(error: BaseException) -> str:
     if http_status(error) in _CONTENTION:
         return f"another process committed at the same moment (HTTP {http_status(error)})"
     return library_line(error)
-
-
-def _some(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    return f"{plural(len(names), 'file')} ({names[0]}, ...)"

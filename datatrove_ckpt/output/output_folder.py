@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
@@ -48,11 +48,7 @@ class OutputFolder:
         """All calls and pauses for the folder, also those of the target. ``ChunkOutput.stop`` ends them."""
 
     def refuse_existing(self) -> None:
-        """Call it before the first start of a rank.
-
-        Raises:
-            OutputMismatch: the folder holds files that this rank would write, or belongs to another run.
-        """
+        """Call it before the first start of a rank. Raises OutputMismatch for files that this rank would write."""
         self.check_access()
         commits = RankCommits(self.check.root, self.rank)
         self.check.refuse_existing(commits, self.look(commits), self.retry)
@@ -63,13 +59,14 @@ class OutputFolder:
         """Call it before the first start of a job with another output folder. Compares names and sizes.
 
         Raises:
-            OutputMismatch: committed files of some rank are not in this folder, or it belongs to another run.
+            OutputMismatch: committed files are not in this folder, or it belongs to another run.
         """
         root = self.check.root
         commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
         committed = self.check.by_name(commits)
         if committed:
-            self.check.refuse_lost(committed, self._list(committed, contents=False))
+            look = partial(self.check.look, committed, contents=False)
+            self.check.refuse_lost(committed, self._list(committed, look))
 
     def check_access(self) -> None:
         """Call it before the folder is listed: a listing does not tell what is missing."""
@@ -81,16 +78,11 @@ class OutputFolder:
         self._call("cannot be claimed for this run", partial(self.check.owner.claim, self.check.is_unused))
 
     def look(self, commits: RankCommits, others: bool = True) -> FoundFiles:
-        """Compares the folder with what the rank has committed. ``others``: also looks for files that no commit names.
+        """Compares the folder with what the rank has committed. ``others``: also looks for uncommitted files."""
+        committed = self.check.by_name([commits])
+        return self._list(committed, partial(self.check.look, committed, self.rank, others))
 
-        Raises:
-            OutputMismatch: the folder belongs to another run.
-            StorageFailed, OutputFailed: it cannot be read.
-        """
-        return self._list(self.check.by_name([commits]), rank=self.rank, others=others)
-
-    def _list(self, committed: Mapping[str, CommittedFile], **options: Any) -> FoundFiles:
-        look = partial(self.check.look, committed, **options)
+    def _list(self, committed: Mapping[str, CommittedFile], look: Callable[[], FoundFiles]) -> FoundFiles:
         if self.hub is not None:  # it may not show yet what it has committed
             return HubReads(self.hub, self.calls).listed(look, committed.values())
         return self._call("cannot be listed", look)

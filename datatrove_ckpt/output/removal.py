@@ -16,15 +16,11 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.stoppable import StoppableCalls
 
-_MOST_REMOVED = 1000  # files in a commit: without content, it takes more than of new ones
+_MOST_REMOVED = 1000  # files in a commit
 
 
 def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
-    """Removes those of the files that exist.
-
-    Raises:
-        OutputFailed, StorageFailed: they could not be removed.
-    """
+    """Removes those of the files that exist. Raises OutputFailed and StorageFailed."""
     hub = HubFolder.of(folder)
     if hub is not None:
         _remove_from_hub(hub, names)
@@ -36,7 +32,7 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
 
 
 def remove_file(folder: DataFolder, name: str) -> None:
-    """Removes a file that is not on the hub, if it exists. Raises OutputFailed and StorageFailed."""
+    """Removes a file that is not on the hub. Raises OutputFailed and StorageFailed."""
     if folder.is_local():
         files.disk.remove(Path(folder.resolve_paths(name)))
         return
@@ -63,7 +59,7 @@ def _remove_from_hub(hub: HubFolder, names: Sequence[str]) -> None:
     reads = HubReads(hub, StoppableCalls())
     for start in range(0, len(names), _MOST_REMOVED):
         part = names[start : start + _MOST_REMOVED]
-        # Again before each attempt: the hub refuses to remove what is not there, and an answer may have got lost.
+        # Looked up at each attempt: the hub refuses to remove what is not there.
         reads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
 
 

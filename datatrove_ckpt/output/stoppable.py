@@ -39,7 +39,6 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 def storage_advice(error: BaseException) -> str:
-    """What the user can do about a storage that refuses."""
     if lacks_credentials(error):
         return "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
     if isinstance(error, PermissionError) or http_status(error) in (401, 403):
@@ -56,14 +55,14 @@ class StoppableCalls:
     """Calls and pauses that end when ``stop`` is called, from any thread."""
 
     def __init__(self) -> None:
-        self._stopped: Future[Any] = Future()  # Any, so that it can be waited for together with a result of any type
+        self._stopped: Future[Any] = Future()  # Any: it is waited for with any result
 
     @property
     def stopped(self) -> bool:
         return self._stopped.done()
 
     def stop(self) -> None:
-        """Ends all waiting, from now on. A request under way ends by itself, or with the process."""
+        """A request under way ends by itself, or with the process."""
         if not self._stopped.done():
             self._stopped.set_result(None)
 
@@ -107,12 +106,10 @@ class StoppableCalls:
         """Calls until the call works, fails permanently, or has failed for too long.
 
         Args:
-            what: starts the messages.
             policy: None: ``STORAGE``.
-            explain, advice: what messages say about an error, and what the user can do.
+            explain, advice: what messages, which start with ``what``, say about an error, and what the user can do.
             at_most_seconds: for one call.
             lease: checked before each further attempt.
-            meanwhile: see ``Attempts``.
 
         Raises:
             OutputFailed: its cause is the last error.
@@ -134,6 +131,5 @@ class StoppableCalls:
 def given_up(
     what: str, error: OSError, explain: Callable[[BaseException], str], advice: Callable[[BaseException], str]
 ) -> OutputFailed:
-    """The error for a call that is not made again."""
     kept = "Nothing that was saved is lost: run the same command again."
     return OutputFailed(f"{what}: {explain(error)}. {advice(error)} {kept}")

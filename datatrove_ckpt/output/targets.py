@@ -23,7 +23,6 @@ import secrets
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from inspect import signature
@@ -44,11 +43,12 @@ from datatrove_ckpt.common.formatting import no_bars_in_logs, plural
 from datatrove_ckpt.common.retrying import http_status, is_taken, s3_code
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import RankCommits, other_content
+from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_uploads import HubUploads
-from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
+from datatrove_ckpt.output.listing import FoundFiles, Info, content_hash, local_stamp, remote_stamp
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.removal import remove_file, sync_parents
@@ -73,23 +73,21 @@ class Target:
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
         self._folder = folder
-        # A folder for each process: one that lost its rank to another must not touch what that one stages.
+        # A folder for each process: one that lost its rank must not touch what the next one stages.
         self.staging = scratch / layout.STAGING / secrets.token_hex(4)
         self.placement = Placement()
         """Puts what was published in place."""
 
-    def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
-        """Publishes a chunk's files: they appear under their names, or will when ``placement`` puts them in place.
-
-        All of them appear, or none: where a file is refused, the files before it are removed again.
+    def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
+        """Publishes a chunk's files, all or none: they appear, or will when ``placement`` puts them in place.
 
         Raises:
             OutputMismatch: a file is there with content that this rank has not published.
             OutputFailed, StorageFailed: a file cannot be published.
         """
-        intents.add({name: file.hexdigest() for name, file in chunk.files.items()})
+        intents.add({name: file.hexdigest() for name, file in staged.finished.items()})
         created = []
-        for name, file in chunk.files.items():
+        for name, file in staged.finished.items():
             if self._create(file.path, name):
                 created.append(name)
                 continue
@@ -100,11 +98,12 @@ class Target:
                 raise other_content(self._folder.resolve_paths(""), [name])
             if there != file.hexdigest():
                 self._replace(file.path, name)
-        self._settle_names(chunk.files)
+        self._settle_names(staged.finished)
         published = [
-            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name)) for name, file in chunk.files.items()
+            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name))
+            for name, file in staged.finished.items()
         ]
-        files.disk.remove_tree(chunk.staging)
+        files.disk.remove_tree(staged.folder)
         return published
 
     def _create(self, staged: Path, name: str) -> bool:
@@ -112,7 +111,7 @@ class Target:
         raise NotImplementedError
 
     def _replace(self, staged: Path, name: str) -> None:
-        """Publishes one file in place of the file that is there."""
+        """Publishes one file in place of another one."""
         raise NotImplementedError
 
     def _settle_names(self, names: Iterable[str]) -> None:
@@ -137,19 +136,6 @@ class Target:
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """Adds to a listing the files that this process has published and the folder does not show yet."""
-
-
-@dataclass(frozen=True)
-class StagedChunk:
-    """A chunk whose files are complete on the local disk, by their names in the output folder.
-
-    Attributes:
-        staging: the folder of the files, which is removed once they are published.
-    """
-
-    index: int
-    staging: Path
-    files: Mapping[str, files.HashedFile]
 
 
 class LocalTarget(Target):
@@ -192,7 +178,7 @@ class LocalTarget(Target):
         return copied
 
     def _take_group(self, path: Path, folder: Path) -> None:
-        """A folder of a project may give its group to the files that are made in it."""
+        """A project's folder may give its group to the files in it."""
         status = folder.stat()
         if status.st_mode & stat.S_ISGID:
             with suppress(OSError):
@@ -217,12 +203,11 @@ class LocalTarget(Target):
 
 
 def _is_elsewhere(error: StorageFailed) -> bool:
-    """Whether a file cannot get a name in another folder because that is on another file system."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EXDEV
 
 
 class RemoteTarget(Target):
-    """A remote folder, on any file system of fsspec. ``lease``: checked before a further attempt to upload."""
+    """A remote folder, on any file system of fsspec."""
 
     def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls) -> None:
         super().__init__(folder, scratch)
@@ -241,12 +226,11 @@ class RemoteTarget(Target):
     def _replace(self, staged: Path, name: str) -> None:
         self.upload(staged, name)
 
-    def upload(self, local: Path, name: str, **options: Any) -> bool:
-        """Uploads a file. Returns False if there is a file of its name, and the options say not to replace it.
+    def upload(self, local: Path, name: str, **options: object) -> bool:
+        """Returns False if there is a file of its name, and the options say not to replace it.
 
         Raises:
             OutputFailed: the file could not be uploaded, or the remote one has another size.
-            Stopping: the calls were stopped.
         """
         size = local.stat().st_size
         remote = self._folder.resolve_paths(name)
@@ -261,8 +245,8 @@ class RemoteTarget(Target):
             )
         return True
 
-    def _put(self, local: Path, name: str, **options: Any) -> bool:
-        """Uploads a file. Returns whether it did; with the mode "create", an existing file stays."""
+    def _put(self, local: Path, name: str, **options: object) -> bool:
+        """Returns whether it did; with the mode "create", an existing file stays."""
         self._folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
         try:
             self._folder.put_file(str(local), name, **options)
@@ -275,9 +259,9 @@ class RemoteTarget(Target):
             return self._put(local, name, **options)
         return True
 
-    def _info(self, name: str) -> Mapping[str, Any]:
+    def _info(self, name: str) -> Info:
         self._folder.invalidate_cache(name)
-        info: Mapping[str, Any] = self._folder.info(name)
+        info: Info = self._folder.info(name)
         return info
 
     def _hash(self, name: str) -> str:
@@ -287,10 +271,10 @@ class RemoteTarget(Target):
     def _stamp(self, name: str) -> int:
         return remote_stamp(self._look_up(name))
 
-    def _look_up(self, name: str) -> Mapping[str, Any]:
-        """What the file system tells of a file; empty if there is none."""
+    def _look_up(self, name: str) -> Info:
+        """Empty: there is no file."""
 
-        def look() -> Mapping[str, Any]:
+        def look() -> Info:
             try:
                 return self._info(name)
             except FileNotFoundError:
@@ -300,10 +284,10 @@ class RemoteTarget(Target):
 
 
 class S3Target(RemoteTarget):
-    """A folder on S3, through s3fs. It makes no folders: S3 has none, and s3fs would make a bucket of a misspelt name.
+    """A folder on S3, through s3fs. It makes no folders: s3fs would make a bucket of a misspelt name.
 
     Args:
-        probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
+        probe: a name that only this rank of this run uses, for an upload that is never completed.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls, probe: str) -> None:
@@ -311,27 +295,23 @@ class S3Target(RemoteTarget):
         self._probe = probe
 
     def prepare(self) -> None:
-        """Checks that files can be written, and aborts the uploads that earlier processes left open.
-
-        Raises:
-            OutputFailed: nothing can be written.
-        """
+        """Checks that files can be written, and aborts the uploads that earlier processes left open."""
         create = partial(self._call, "create_multipart_upload", self._probe)
         upload = self._calls.retry(f"{self._url} cannot be written to", create)["UploadId"]
         self._abort(self._probe, upload)
         left = self.staging.parent
-        if left.exists():  # a file that was being uploaded when a process ended is still staged
+        if left.exists():  # what was being uploaded is still staged
             found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
             self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)})
 
-    def upload(self, local: Path, name: str, **options: Any) -> bool:
+    def upload(self, local: Path, name: str, **options: object) -> bool:
         part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
         is_uploaded = super().upload(local, name, chunksize=part, **options)
         if local.stat().st_size >= 2 * PART_BYTES:
-            self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
+            self._abort_open_uploads({name})  # of failed attempts
         return is_uploaded
 
-    def _info(self, name: str) -> Mapping[str, Any]:
+    def _info(self, name: str) -> Info:
         head = self._call("head_object", name)  # ``info`` may answer from a cached listing
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
@@ -344,7 +324,7 @@ class S3Target(RemoteTarget):
             logger.info(f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left open.")
 
     def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
-        """Name and id of every upload of these names that was neither completed nor aborted."""
+        """Name and id of every upload of these names that is neither completed nor aborted."""
         keys = {self._bucket_and_key(name)[1]: name for name in names}
         bucket, _ = self._bucket_and_key("")
         prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
@@ -379,7 +359,7 @@ class S3Target(RemoteTarget):
 
 
 class HubTarget(Target):
-    """A folder on the Hugging Face hub. Files are uploaded one chunk at a time, and committed many chunks at a time."""
+    """A folder on the Hugging Face hub. Commits carry the files of many chunks."""
 
     def __init__(self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace) -> None:
         super().__init__(folder.writer.output_folder, folder.scratch)
@@ -387,31 +367,33 @@ class HubTarget(Target):
         self._uploads = HubUploads(hub, folder.calls, lease)
         self.placement = self._commits = HubCommits(self._uploads, pace, folder.rank)
 
-    def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
+    def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
         """See ``Target``. A repository has no file before a commit, which refuses other content itself."""
-        paths = {name: file.path for name, file in chunk.files.items()}
+        paths = {name: file.path for name, file in staged.finished.items()}
         if self._uploads.folder.is_bucket:
-            return self._publish_in_bucket(chunk, intents, paths)
+            return self._publish_in_bucket(chunk_index, staged, intents, paths)
         uploaded = self._uploads.upload(paths)
         hashes = {file.name: file.content_hash for file in uploaded}
         intents.add(hashes)
         for file in uploaded:
             file.earlier = intents.hashes(file.name)
-        self._commits.uploaded(chunk.index, uploaded, partial(files.disk.remove_tree, chunk.staging))
-        return [OutputFile(name, f.size, f.hexdigest(), hashes.get(name, "")) for name, f in chunk.files.items()]
+        self._commits.uploaded(chunk_index, uploaded, partial(files.disk.remove_tree, staged.folder))
+        return [OutputFile(name, f.size, f.hexdigest(), hashes.get(name, "")) for name, f in staged.finished.items()]
 
-    def _publish_in_bucket(self, chunk: StagedChunk, intents: Intents, paths: Mapping[str, Path]) -> list[OutputFile]:
-        intents.add({name: file.hexdigest() for name, file in chunk.files.items()})
+    def _publish_in_bucket(
+        self, chunk_index: int, staged: StagedFiles, intents: Intents, paths: Mapping[str, Path]
+    ) -> list[OutputFile]:
+        intents.add({name: file.hexdigest() for name, file in staged.finished.items()})
         there = self._uploads.there(list(paths))
         others = [name for name in there if self._hash(name) not in intents.hashes(name)]
         if others:
             raise other_content(self._folder.resolve_paths(""), others)
         self._uploads.upload(paths)
         stamps = {name: file.stamp for name, file in self._uploads.there(list(paths)).items()}
-        self._commits.uploaded(chunk.index, [], partial(files.disk.remove_tree, chunk.staging))
+        self._commits.uploaded(chunk_index, [], partial(files.disk.remove_tree, staged.folder))
         return [
             OutputFile(name, file.size, file.hexdigest(), stamp=stamps.get(name, 0))
-            for name, file in chunk.files.items()
+            for name, file in staged.finished.items()
         ]
 
     def _hash(self, name: str) -> str:

@@ -55,7 +55,6 @@ def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
 
 
 def _example(template: str) -> str:
-    """A template that works, with the ending of this one."""
     _, _, end = template.rpartition("/")[2].rpartition("}")
     endings = re.findall(r"(?:\.\w+)+$", end)
     return "${rank}_chunk_${chunk_index}" + "".join(endings)

@@ -51,7 +51,7 @@ class OverTime:
         self.before += lines[0].documents.read
 
         def grown(value: Callable[[Progress], int]) -> Floats:
-            """What was there before the first line is left out; a clock that was set back does no harm."""
+            """Left out is what was there before the first line; a clock that was set back does no harm."""
             rising = np.maximum.accumulate([float(value(line)) for line in lines])
             return np.diff(np.interp(self.edges, np.maximum.accumulate(times), rising))
 
@@ -61,12 +61,10 @@ class OverTime:
         self.errors += grown(lambda line: sum(line.total.errors.values()))
 
     def rate(self, grown: Floats) -> list[float | None]:
-        """Per second; None where no rank ran."""
         values = grown / np.diff(self.edges)
         return [float(value) if ran else None for value, ran in zip(values, self._ran > 0, strict=True)]
 
     def count(self, times: Iterable[float]) -> list[int]:
-        """How many of the times lie in each interval."""
         inside = np.clip(list(times), self.edges[0], self.edges[-1])
         return [int(number) for number in np.histogram(inside, self.edges)[0]]
 
@@ -82,7 +80,6 @@ def time_axis(histories: Iterable[History], now: float | None = None) -> OverTim
 
 
 def _lines(history: History) -> tuple[list[float], list[Progress]]:
-    """The progress lines, and when each of them was true."""
     times: list[float] = []
     lines: list[Progress] = []
     last_seen = {attempt.number: attempt.last_seen for attempt in history.attempts}

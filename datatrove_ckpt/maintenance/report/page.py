@@ -46,7 +46,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text, with a note above them. A column whose title ends with "#" is of numbers."""
+    """A column whose title ends with "#" is of numbers."""
 
     title: str
     columns: Sequence[str]
@@ -60,11 +60,9 @@ class Page:
 
     Attributes:
         where: the checkpoint folder or mirror, as it was given.
-        model: its name; "" if unknown.
         made_at: Unix seconds at which the state was read.
         age: how old it is.
         sums: what ``status`` says of each topic.
-        missing: what could not be shown, and why.
     """
 
     where: str
@@ -77,7 +75,6 @@ class Page:
     sums: Sequence[tuple[str, str]] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
-    missing: Sequence[str] = ()
 
     def html(self) -> str:
         as_of = f", as of {clock(self.made_at)}"
@@ -87,7 +84,6 @@ class Page:
             "name": name(self.model or self.where),
             "state": element("span", self.state, class_=f"pill {self.tone}"),
             "about": element("p", name(self.where, 400), f"{as_of}. {self.age}"),
-            "notes": joined(element("p", line, class_="note") for line in self.missing),
             "sums": element("dl", *topics, class_="sums"),
             "sections": joined([*map(_chart, self.charts), *map(_table, self.tables)]),
             "footer": escaped(f"Written by datatrove-ckpt {self.version}{as_of}."),
@@ -213,17 +209,17 @@ def joined(children: Iterable[str]) -> Markup:
 
 
 def escaped(text: str) -> Markup:
-    """A text, for content and for attributes. Characters that no page may hold become U+FFFD."""
+    """Characters that no page may hold become U+FFFD."""
     return Markup(escape(_UNSHOWN.sub("\ufffd", text)))
 
 
 def name(text: str, limit: int = _MAX_NAME) -> Markup:
-    """A name from outside: shortened in its middle, and kept apart from the direction of the text around it."""
+    """A name from outside, kept apart from the direction of the text around it."""
     return element("bdi", shortened(text, limit))
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text with "..." in its middle if it has more than ``limit`` characters."""
+    """With "..." in its middle if it is longer."""
     if len(text) <= limit:
         return text
     half = (limit - 3) // 2
@@ -231,5 +227,5 @@ def shortened(text: str, limit: int) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate: at most one decimal keeps the page of a thousand ranks small."""
+    """At most one decimal: it keeps the page of a thousand ranks small."""
     return f"{value:.1f}".removesuffix(".0")

@@ -51,7 +51,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 @gc_paused()  # commits of many ranks, and no garbage
 def _report(place: Place, output: str | None, full: bool) -> Report:
-    return checks.verify(place.folder, output, full, place.given, place.output, place.configured_output)
+    return checks.verify(place, output, full)
 
 
 def _as_json(report: Report, full: bool, code: int) -> Json:
@@ -98,7 +98,7 @@ def repair(arguments: argparse.Namespace) -> int:
         report = _report(place, arguments.output, arguments.full)
         check_output_folder(report)
         plan = make_plan(report, logging_dir)
-        lines = list(plan.describe(logging_dir))
+        lines = list(plan.describe())
         is_needed = plan.ranks or plan.markers
         do = None
         if is_needed:
@@ -117,7 +117,7 @@ def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, p
     """Repairs the ranks in ``place``. Returns what is next."""
     if place.is_copy:
         check_idle(named, plan.ranks)
-    carry_out(plan, report, logging_dir)
+    carry_out(plan, report)
     upload(place, plan.ranks)
     again = "Run the pipeline again to process these chunks"
     if plan.ranks and all(rank.root for rank in plan.ranks):

@@ -39,8 +39,9 @@ from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
+from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import Result, decode, encode, result_of
-from datatrove_ckpt.output.formats import Format, Row, format_of_file
+from datatrove_ckpt.output.formats import Format, format_of_file
 
 _TORN = "torn lines, as a kill leaves them"
 _NO_DOCUMENT = "rows without an id or a text"

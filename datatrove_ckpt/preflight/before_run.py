@@ -32,7 +32,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
-from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
@@ -491,17 +491,17 @@ def _check_hub(plan: RunPlan) -> None:
             check_access(hub, private_if_made(writer), committed=committed_here(runner))
 
 
-def committed_here(runner: RunnerPlan) -> Callable[[], int] | None:
-    """Returns what counts the output files that a runner's checkpoints on this machine name, if it has any here."""
+def committed_here(runner: RunnerPlan) -> Callable[[], int]:
+    """Returns what counts the output files that a runner's checkpoints on this machine name."""
     root = runner.root
     if root is None:
-        return None
+        return int
     return partial(committed_files, runner.step.output_writer, root)
 
 
 @gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output(
-    plan: RunPlan, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
+    plan: RunPlan, before: bool, without: Collection[int] = (), policy: RetryPolicy | None = None
 ) -> dict[Path, JobSums]:
     """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
 
@@ -510,7 +510,7 @@ def check_output(
     Args:
         before: ranks that have no checkpoint will start. Else the sums have the work of all attempts, too.
         without: indices of steps in the pipeline whose output is not looked at.
-        patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
+        policy: see ``HubReads.looked``.
 
     Raises:
         CkptError: see ``check_output_of_run``.
@@ -527,7 +527,7 @@ def check_output(
                 want |= Want.HISTORY
             elif here:
                 ranks = plan.local_ranks
-            found[root] = check_output_of_run(runner, root, ranks, patience_seconds, want)
+            found[root] = check_output_of_run(runner, root, ranks, policy, want)
     return found
 
 
@@ -542,14 +542,14 @@ def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,
     first_starts: Iterable[int] = (),
-    patience_seconds: float | None = None,
+    policy: RetryPolicy | None = None,
     want: Want = Want.COMMITS,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
 
     Args:
         first_starts: ranks that will start for the first time, if they have no checkpoint.
-        patience_seconds: see ``check_output``.
+        policy: see ``HubReads.looked``.
         want: what to read of each rank, for the sums.
 
     Raises:
@@ -578,7 +578,7 @@ def check_output_of_run(
     except CommitsDamaged as error:
         raise CommitsDamaged(error.log, error.what, logging_dir) from None
     committed = check.by_name(commits.values())
-    found = _look(check, committed, patience_seconds)
+    found = _look(check, committed, policy)
     check.refuse_lost(committed, found)
     for rank in first_starts:
         # Looked at again: what has started since may have written the files that were listed.
@@ -605,7 +605,7 @@ def _has_started(folder: Path, mirror: str | None) -> bool:
     return bool(Versions(f"{mirror}/{folder.name}").all_versions())
 
 
-def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seconds: float | None) -> FoundFiles:
+def _look(check: OutputCheck, committed: dict[str, CommittedFile], policy: RetryPolicy | None) -> FoundFiles:
     """
     Raises:
         OutputMismatch: the repository is gone, with files that were committed.
@@ -619,9 +619,8 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
             raise OutputFailed(
                 f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
             ) from error
-    reads = HubReads(hub, StoppableCalls())
     try:
-        found = reads.looked("cannot be listed", lambda: check.look(committed), patience_seconds)
+        return HubReads(hub, StoppableCalls()).listed(lambda: check.look(committed), committed.values(), policy)
     except OutputFailed as error:
         if not is_missing_repository(error.__cause__):
             raise
@@ -629,5 +628,3 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
         if number:
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
-    reads.look_again(found, committed.values())
-    return found

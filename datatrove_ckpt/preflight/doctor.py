@@ -13,6 +13,7 @@ from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.readers.base import BaseReader
 
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, error_text, plural
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
@@ -91,7 +92,7 @@ def _check_earlier(executor: PipelineExecutor, unreachable: Sequence[int]) -> It
         earlier: list[tuple[str, str, Callable[[], object]]] = [
             ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
             ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
-            ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
+            ("output", "of earlier runs", partial(check_output, plan, True, unreachable, retrying.HUB_PROBE)),
         ]
         for each in earlier:
             found = _compared(*each)
@@ -227,7 +228,6 @@ def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
 
 
 _SHOWN_MODELS = 5
-_PATIENCE_SECONDS = 10.0
 
 
 def check_endpoints(config: InferenceConfig) -> list[Finding]:

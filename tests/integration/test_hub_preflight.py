@@ -97,11 +97,14 @@ def test_a_bucket_that_is_missing(hub: FakeHub, log: list[str]) -> None:
 # the branch ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_branch_is_one_error_with_the_command(hub: FakeHub) -> None:
+def test_a_missing_branch_stops_a_rank_before_the_first_request(
+    tmp_path: Path, hub: FakeHub, server: FakeServer
+) -> None:
     hub.create_repo("org/data")
-    said = refused(HubFolder.parse("hf://datasets/org/data@v2/part"))
-    assert "org/data has no branch 'v2'" in said
-    assert said.endswith("hf repos branch create org/data v2 --repo-type dataset")
+    writer = JsonlWriter("hf://datasets/org/data@v2/part", "${rank}_${chunk_index}.jsonl", compression=None)
+    with pytest.raises(OutputFailed, match="make the repository and the branch"):
+        run_rank(tmp_path, server, output_writer=writer)
+    assert not server.payloads
 
 
 # a hub that is away --------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, ids, rejects, runner
 from tests.mirrors import ONE_BY_ONE, PASSES, Job, Killed, answered, ask_twice, read_rows, refuse_the_second, up_to
 from tests.patience import ChangePolicy, until
+from tests.rank_folders import place_at
 
 
 @pytest.fixture
@@ -235,7 +236,7 @@ def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path:
         executor(tmp_path, server, **mirrored(tmp_path)).run()
     assert {question: server.asked[question] for question in asked} == asked
     assert sorted(ids(tmp_path)) == sorted(document.id for document in documents(15))
-    assert [*verify(tmp_path / "checkpoints", None, True, "checkpoints").problems] == []
+    assert [*verify(place_at(tmp_path / "checkpoints"), full=True).problems] == []
 
 
 # damage ------------------------------------------------------------------------------------------------------------

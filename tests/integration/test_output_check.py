@@ -427,7 +427,7 @@ def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(job: Path, com
     for words in (["run", "job.yaml"], ["verify", "checkpoints"]):
         said = command(*words, code=1)
         assert name in said
-        assert "Its documents may be in the output twice. Move it out of the output folder, or delete it" in said
+        assert "Documents may be in the output twice. Move such files out of the output folder, or delete them" in said
     (job / "output" / name).rename(job / name)
     command("run", "job.yaml")
 

@@ -659,7 +659,7 @@ def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
     execute(tmp_path, server)
     said("verify", tmp_path, code=3)  # datatrove has skipped the rank, and that is seen
     text = said("repair", tmp_path, "--logging-dir", tmp_path / "logs")
-    marker = f"rank 0: remove {tmp_path}/logs/completions/00000, so that the executor runs it again"
+    marker = f"rank 0: remove {tmp_path}/logs/completions/00000, so that the rank runs again"
     assert text.splitlines() == [marker, "Done. Run the pipeline again to process these chunks."]
     assert sorted(outputs(tmp_path / "logs" / "completions")) == ["00001"]
     execute(tmp_path, server)

@@ -55,7 +55,7 @@ def metrics(rank: int = 3, state: str = "running", documents: int = 7, run: str 
     return RankNow(run, rank, "node7", "4711_5", 1000.0, 8, state, 1234.5, progress(documents), spread())
 
 
-METRICS: dict[str, Metric] = {PREFIX + metric.name: metric for metric in metrics().metrics()}
+METRICS: dict[str, Metric] = {PREFIX + metric.name: metric for metric in prometheus.METRICS}
 
 
 def exposition(ranks: list[RankNow]) -> bytes:

@@ -63,7 +63,6 @@ def a_page(rows: int = 8, word: str = "plain", **changes: Any) -> Page:
         "sums": [("documents", "123,456"), ("left", word)],
         "charts": [Chart("Documents", edges, {"documents": quiet}, cuts), Chart("Errors", edges, {word: quiet}, cuts)],
         "tables": [Table(word, (word, "documents#"), [[word, "1,000"]] * rows, word)],
-        "missing": [word],
     }
     return Page(**fields | changes)
 

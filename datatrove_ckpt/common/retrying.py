@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from types import TracebackType
@@ -196,33 +196,47 @@ def is_taken(error: BaseException) -> bool:
     return isinstance(error, FileExistsError) or http_status(error) == 412
 
 
+WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit")
+
+
+def asked_wait(fields: Mapping[str, str]) -> float | None:
+    """The seconds that a server asks to wait, by the ``WAIT_FIELDS`` of its response; None if it asks nothing.
+
+    Args:
+        fields: the header, with names in lower case.
+    """
+    exact = _number(fields.get("retry-after-ms", ""))
+    if exact is not None:
+        return exact / 1000
+    after = fields.get("retry-after", "")
+    seconds = _number(after)
+    if seconds is not None:
+        return seconds
+    with suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    used_up = [float(until) for left, until in _AT.findall(fields.get("ratelimit", "")) if left == "0"]
+    return max(used_up, default=None)
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if math.isnan(number):
+        return None
+    return max(number, 0.0)
+
+
 def advised_seconds(error: BaseException) -> float | None:
-    """How long the server asks to wait; None if it does not say."""
+    """How long the server asks to wait, in a header or in its text; None if it does not say."""
     for one in causes(error):
-        headers = _headers(one)
-        advice = parse_retry_after(headers.get("retry-after", ""))
+        advice = asked_wait(_headers(one))
         if advice is not None:
             return advice
-        used_up = [float(seconds) for left, seconds in _AT.findall(headers.get("ratelimit", "")) if left == "0"]
-        if used_up:
-            return max(used_up)
     if match := _IN_TEXT.search(library_line(error)):
         return float(_UNITS[match[2]] * (int(match[1]) if match[1].isdigit() else 1))
     return None
-
-
-def parse_retry_after(value: str) -> float | None:
-    """The seconds that the header Retry-After asks to wait; None if it is missing or says nothing."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return None
-    if math.isnan(seconds):
-        return None
-    return max(seconds, 0.0)
 
 
 def _headers(error: BaseException) -> dict[str, str]:

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
-from datatrove_ckpt.config.ways import VLLM_WAYS, WayTo
+from datatrove_ckpt.config.ways import WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
 
@@ -522,8 +522,9 @@ class Engine:
     Attributes:
         package: the Python package it needs, which our extra of the engine's name installs; "": none.
         takes_interpreter: ``server_python`` may start it.
-        is_known: which program answers is known. Another one may give no finish_reason and have no /health, and nobody
-            knows its request fields for structured output.
+        is_known: which program answers is known. Another one may give no finish_reason, and nobody knows its request
+            fields for structured output.
+        health_path: of the URL that answers 5xx, or nothing, when the server is dead.
         is_canned: its answers are canned: no model made them.
         leases_gpus: ranks on one node share out their GPUs by locks.
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
@@ -531,6 +532,7 @@ class Engine:
         metrics: None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is missing it lacks.
+            ``inference.client.typed_answers`` must know the form of the answers.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
         address_flags: of its address and key, which ``model_kwargs`` may not name.
@@ -541,12 +543,13 @@ class Engine:
     package: ClassVar[str] = ""
     takes_interpreter: ClassVar[bool] = False
     is_known: ClassVar[bool] = True
+    health_path: ClassVar[str] = "health"
     is_canned: ClassVar[bool] = False
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
-    ways: ClassVar[Mapping[str, WayTo]] = VLLM_WAYS
+    ways: ClassVar[Mapping[str, WayTo]] = {}
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")

@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 from datatrove_ckpt.config.inference_config import Engine, EngineCommand, InferenceConfig, Launch, arguments
+from datatrove_ckpt.config.ways import VLLM_WAYS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
+
+# A program that nobody knows need not have /health. A server without this path never becomes ready.
+_MODELS_PATH = "v1/models"
 
 
 class Custom(Engine):
@@ -20,6 +24,8 @@ class Custom(Engine):
     name = "custom"
     takes_interpreter = True
     is_known = False
+    health_path = _MODELS_PATH
+    ways = VLLM_WAYS
 
     def check(self, config: InferenceConfig) -> None:
         super().check(config)
@@ -47,6 +53,7 @@ class Dummy(Engine):
 
     name = "dummy"
     is_canned = True
+    ways = VLLM_WAYS
 
     def check(self, config: InferenceConfig) -> None:
         pass
@@ -61,10 +68,12 @@ class Dummy(Engine):
 
 
 class Endpoint(Engine):
-    """Servers that run already, which any program may be. ``inference/servers/connect.py`` waits for them."""
+    """Servers that run already, which any program may be. ``inference/servers/endpoints.py`` waits for them."""
 
     name = "endpoint"
     is_known = False
+    health_path = _MODELS_PATH
+    ways = VLLM_WAYS
 
     def check(self, config: InferenceConfig) -> None:
         if not config.endpoint_urls:

@@ -1,8 +1,7 @@
 """``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug pipelines without a model.
 
-It gives the same answers as datatrove's own dummy server, text and token counts included, on /v1/chat/completions and
-on /v1/completions. Where vLLM answers with embeddings, classes and scores, it answers with numbers that depend
-on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is set, and listens on 127.0.0.1.
+Its completions are those of datatrove's own dummy server, token counts included. Its embeddings, classes and scores
+depend on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is set.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST
 
 TEXT = "This is dummy text content for debugging purposes. Page contains sample text to simulate OCR output."
 _COMPLETION_TOKENS = 100
-_MAX_BODY = 1 << 30  # bytes; the default, one MiB, refuses requests with images
+_MAX_BODY = 1 << 30  # bytes; the default, one MiB, refuses images
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(latency: float, api_key: str | None) -> web.Application:
-    """The server as an aiohttp application.
-
-    Args:
-        latency: seconds each answer takes.
-        api_key: bearer token that requests to /v1 must carry, or None.
+    """Args:
+    latency: seconds each answer takes.
+    api_key: bearer token that requests to /v1 must carry, or None.
     """
 
     @web.middleware
@@ -91,15 +88,12 @@ def _completion(payload: object, size: int, *, chat: bool) -> dict[str, object]:
     }
 
 
-# Numbers --------------------------------------------------------------------------------------------------------------
-
-# The values of payloads are what users wrote, hence ``Any``.
 _Payload = dict[str, Any]
 _DIMENSIONS = 8
 
 
 def _numbers(text: object, count: int) -> list[float]:
-    """Between 0 and 1, with an exact form as float32; the same for equal texts."""
+    """Between 0 and 1, exact as float32; equal for equal texts."""
     seed = hashlib.shake_128(json.dumps(text).encode()).digest(2 * count)
     return [number / 65536 for (number,) in struct.iter_unpack("<H", seed)]
 
@@ -141,7 +135,7 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal arrives; the exit code."""
+    """Serves until a signal arrives; the exit code."""
     parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.dummy")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time each answer takes")

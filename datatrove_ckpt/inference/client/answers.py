@@ -1,8 +1,7 @@
-"""Parses a server's answer: completions, as datatrove parses them.
+"""Parses completions, as datatrove parses them.
 
-An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text. What
-is only odd is made fit here, once and before it is cached: the request cache, the journal and the sums of tokens must
-never meet a count that is a string, 2^64 or NaN, or a text that no encoding can write.
+An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text. Odd
+values are corrected here, before they are cached: no count is a string, 2^64 or NaN, and each text can be encoded.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
-# In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
-# servers will think of.
+# In lower case. Any other reason is an end.
 _UNFINISHED = frozenset(
     """
     abort aborted canceled cancelled error failed in_progress incomplete interrupted none null timeout unknown
@@ -30,16 +28,15 @@ _UNFINISHED = frozenset(
 _CONTENT = (str, list)
 _REASON = (str, type(None))
 _CHOICE = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
-# Parts of a content that are no part of the text.
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_SHOWN_BYTES = 200  # of an answer that is no JSON
+_SHOWN_BYTES = 200
 
 # A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
 JsonObject = dict[str, Any]
 Redact: TypeAlias = Callable[[str], str]
-_NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")  # of /v1/responses
-_ASKS = frozenset({"n", "logprobs", "tool_choice"})  # an answer without what they ask for is no answer
-_DIFFERS = ("id", "created")  # in each answer: written, they would make each run another one
+_NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")
+_ASKS = frozenset({"n", "logprobs", "tool_choice"})  # an answer lacks nothing that these ask for
+_DIFFERS = ("id", "created")  # in each answer; written, they would make each run another one
 
 
 @dataclass(slots=True)
@@ -47,14 +44,11 @@ class Completion:
     """One answer.
 
     Attributes:
-        text: a list if the content has parts that are no text, such as images; then they are as the server sent them.
-        finish_reason: None or empty if the server gives none, which may mean that it cut the answer off: see
-            ``client.py``.
-        usage: token counts as the server sent them, without those that are no counts; empty if it sent none.
-        reasoning: empty if the server does not separate it from the text.
-        tool_calls, logprobs: as the server sent them.
-        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty if there is one, without a refusal.
-        response_id, model: what the server says; empty if it says nothing.
+        text: a list, as the server sent it, if the content has parts that are no text.
+        finish_reason: None or empty may mean that the server cut the answer off.
+        usage: the server's token counts, without values that are no counts.
+        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty for one choice without a refusal.
+        response_id, model: empty if the server gives none.
         answer: of a request that is no completion, the whole answer as JSON values, without its id and time.
         seconds: from sending the request to this answer.
     """
@@ -77,16 +71,15 @@ class RetryableError(Exception):
     """An attempt failed, and another one may succeed.
 
     Attributes:
-        retry_after: seconds the server asks us to wait; None if it asks nothing.
+        asked_wait: see ``retrying.asked_wait``.
         unreachable: there was no complete HTTP answer.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
-        timed_out: neither a connection nor an answer came in time.
     """
 
     def __init__(
         self,
         cause: str,
-        retry_after: float | None = None,
+        asked_wait: float | None = None,
         *,
         unreachable: bool = False,
         status: int = 0,
@@ -94,13 +87,12 @@ class RetryableError(Exception):
     ) -> None:
         super().__init__(cause)
         self.timed_out = timed_out
-        self.retry_after = retry_after
+        self.asked_wait = asked_wait
         self.unreachable = unreachable
         self.status = status
 
     @property
     def kind(self) -> str:
-        """A word or two, to be counted."""
         if self.status:
             return f"HTTP {self.status}"
         if self.timed_out:
@@ -130,10 +122,9 @@ class Way(NamedTuple):
 
     Attributes:
         path: below the API's URL ("chat/completions"), or with a slash first below the server's ("/tokenize").
-        parse: reads an answer. Gets its bytes, and what hides secrets in what an error message quotes.
-        name: tells apart equal payloads of different ways; that of a path alone is the path.
+        parse: reads the bytes of an answer; the second argument hides secrets in what an error quotes.
+        name: tells apart equal payloads of different ways.
         is_shared: texts of several payloads may go into one request, as a list in place of ``input``.
-        extras: of the request.
     """
 
     path: str
@@ -144,7 +135,7 @@ class Way(NamedTuple):
 
 
 def way_to(path: str) -> Way:
-    """The way to a path of the server, as ``generate`` takes it: below the API's URL if it begins with /v1/.
+    """The way to a path of the server, as ``generate`` takes it.
 
     Raises:
         ValueError: it does not begin with a slash.
@@ -157,9 +148,6 @@ def way_to(path: str) -> Way:
 
 def parse_chat(raw: bytes, redact: Redact = str) -> Completion:
     """An answer of /v1/chat/completions.
-
-    Args:
-        redact: hides secrets in what an error message quotes.
 
     Raises:
         RetryableError: it is no finished completion.
@@ -184,7 +172,7 @@ def parse_other(raw: bytes, redact: Redact = str) -> Completion:
     """An answer of any other path.
 
     Raises:
-        RetryableError: it is no JSON object, or says that it is an error.
+        RetryableError: it is no JSON object, or an error.
     """
     answer = _answer(raw, redact)
     if answer.get("object") == "response" and answer.get("status") in _NO_RESPONSE:
@@ -193,14 +181,12 @@ def parse_other(raw: bytes, redact: Redact = str) -> Completion:
 
 
 def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
-    """What is ``kept`` of an answer that is no completion."""
     completion = Completion("", "stop", _usage(answer), answer=kept)
     _name(completion, answer)
     return completion
 
 
 def _read_message(choice: JsonObject) -> tuple[object, object, object]:
-    """Text, reasoning and tool calls of a choice."""
     message = choice.get("message")
     if not isinstance(message, dict):
         raise RetryableError("the answer's choice has no message")
@@ -220,7 +206,7 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
         raise RetryableError("the answer's choice has no text")
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict and type(logprobs.get("top_logprobs")) is list:
-        # As those of a chat are. With a key for each token, a table would have a column for each token.
+        # In the form of a chat's. With a key for each token, a table would have a column for each token.
         choice["logprobs"] = {**logprobs, "top_logprobs": [_listed(one) for one in logprobs["top_logprobs"]]}
     return choice["text"] or "", "", None
 
@@ -232,7 +218,7 @@ def _listed(top: object) -> object:
 
 
 def as_asked(way: Way, payload: JsonObject) -> Way:
-    """The same for this payload: an answer without what it asks for is no answer."""
+    """The way for this payload: an answer without what the payload asks for is refused."""
     if _ASKS.isdisjoint(payload):
         return way
     number = payload.get("n")
@@ -335,21 +321,15 @@ def _choice(
 
 
 def _has_name(call: object) -> bool:
-    """Whether a part of the call has a name: "function", "custom", or what servers will think of."""
     parts = call.values() if isinstance(call, dict) else ()
     return any(isinstance(part, dict) and part.get("name") and isinstance(part["name"], str) for part in parts)
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
-    """The error for an answer that its server did not finish."""
     return RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")
 
 
 def _joined(content: object) -> object:
-    """The text of a content that is a list of parts; any other content as it is, and one whose parts are not all text.
-
-    Returns None for a list that holds no parts.
-    """
     if not isinstance(content, list):
         return content
     parts = [{"text": part} if isinstance(part, str) else part for part in content]
@@ -365,7 +345,6 @@ def _joined(content: object) -> object:
 
 
 def _thoughts(content: object) -> str:
-    """The reasoning that stands among the parts of a content, as Mistral's does."""
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict)]
     else:
@@ -374,7 +353,7 @@ def _thoughts(content: object) -> str:
     return "".join(text for text in found if isinstance(text, str))
 
 
-# Beyond that, a number of tokens is no count, and sums over millions of documents would leave 64 bits.
+# More is no count: sums over millions of documents would leave 64 bits.
 _MAX_COUNT = 1 << 40
 
 
@@ -386,7 +365,6 @@ def _usage(answer: JsonObject) -> JsonObject:
 
 
 def _clean_usage(usage: JsonObject) -> JsonObject:
-    """Without those numbers of tokens that are none."""
     for value in usage.values():
         if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)):
             break
@@ -404,7 +382,6 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
 
 
 def _answer(raw: bytes, redact: Redact) -> JsonObject:
-    """The answer, if it is a JSON object and no error."""
     answer = read_json(raw, redact)
     if not isinstance(answer, dict):
         raise RetryableError("the answer is no JSON object")
@@ -412,15 +389,15 @@ def _answer(raw: bytes, redact: Redact) -> JsonObject:
 
 
 def read_json(raw: bytes, redact: Redact) -> object:
-    """The answer, if it is JSON and no error.
+    """The answer.
 
     Raises:
-        RetryableError: it is not.
+        RetryableError: it is no JSON, or an error.
     """
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:
-        # Replaced, they would be wrong characters in a text that looks complete.
+        # Replacement characters would be wrong in a text that looks complete.
         raise RetryableError("the answer holds bytes that are not UTF-8, which JSON must be") from None
     except (ValueError, RecursionError):
         text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]

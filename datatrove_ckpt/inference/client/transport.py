@@ -1,7 +1,6 @@
-"""One HTTP exchange: sends a body, and returns the body of a whole answer or raises the error that the status means.
+"""One HTTP exchange: returns the body of a whole answer, or raises the error that the status means.
 
-Plain http:// goes over ``plain.py``, everything else over aiohttp. See ``client.py`` for the table of errors. Errors
-raised here have no cause attached, because the frames of their causes hold headers, and headers hold the API key.
+Errors raised here have no cause: the frames of their causes hold headers, and headers hold the API key.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import orjson
 
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import HiddenDict, Redactor, frames_cut, note_sent
-from datatrove_ckpt.common.retrying import parse_retry_after
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.answers import RetryableError
@@ -27,18 +25,17 @@ if TYPE_CHECKING:
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
 
 _CONNECT_TIMEOUT = 30.0  # seconds
-# Seconds. uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We close them first: a request
-# sent into a closing connection is a failed attempt.
+# Seconds. uvicorn closes idle connections after 5 s. A request sent into a closing connection is a failed attempt.
 _KEEPALIVE = 4.0
-# 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part of it.
+# 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part.
 _ANSWERED = frozenset({200, 201, 203})
-_SHOWN_BODY = 2000  # characters
-# llama.cpp's 500 for a text that it cannot embed, however often it is asked. All of the body, which quotes no text.
+_SHOWN_BODY = 2000
+# llama.cpp's 500 for a text that it cannot embed. All of the body, which quotes no text.
 _TOO_LARGE = re.compile(
     rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. increase the physical batch '
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
-_CONTENT_TOO_LARGE = 413  # what a server means by it
+_CONTENT_TOO_LARGE = 413
 
 
 Transport: TypeAlias = "PlainTransport | AiohttpTransport"
@@ -66,7 +63,7 @@ def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
 
 
 class ExchangeFailed(Exception):
-    """There is no response that says anything. ``kind``: the name of the error, "TimeoutError" if none came in time."""
+    """There is no response. ``kind``: the name of the error, "TimeoutError" if none came in time."""
 
     def __init__(self, details: str, kind: str = "") -> None:
         self.kind = kind
@@ -74,7 +71,7 @@ class ExchangeFailed(Exception):
 
 
 async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxied: bool = False) -> Response:
-    """The response to one GET, over a connection of its own, whatever its status.
+    """The response to one GET, over its own connection, whatever its status.
 
     Raises:
         ExchangeFailed: there is none within ``seconds``.
@@ -83,7 +80,7 @@ async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxie
     transport = make_transport(url, headers, seconds, proxied, "GET")
     try:
         with frames_cut():
-            async with asyncio.timeout(seconds):  # with the connection
+            async with asyncio.timeout(seconds):
                 return await transport.send()
     except TimeoutError:
         raise ExchangeFailed("", "TimeoutError") from None
@@ -96,11 +93,10 @@ async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxie
 
 
 async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> bytes:
-    """The body of an answer (200, 201, 203). ``model`` appears in error messages only.
+    """The body of an answer. ``model`` appears in error messages only.
 
     Raises:
-        RequestRejected, ServerRefused, RetryableError: see the table in ``client.py``.
-        TooManyOpenFiles: no connection could be opened, which is not the server's fault.
+        RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: see the table in ``client.py``.
     """
     url = transport.url
     try:
@@ -136,14 +132,13 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
         status = _CONTENT_TOO_LARGE
-    # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
+    # Cut after the redaction: a part of a secret that is cut in two would stay.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
     if is_rejection(status):
         return RequestRejected(status, text)
     text = " ".join(text.split())
     if status in retrying.SERVER.retried:
-        wait = parse_retry_after(response.retry_after)
-        return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
+        return RetryableError(f"HTTP {status} from {url}: {text}", response.wait, status=status)
     refused = ServerRefused(
         f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text)} "
         f"The server's answer: {text or '(empty)'}"

@@ -5,9 +5,8 @@
     classify  data[] index, label, probs        the same
     score     data[] index, score               [] index, score (rerank)     results[] index, relevance_score (rerank)
 
-What is kept is small, the same in each run, and exact: an array is base64 of its float32 values, little-endian. An
-answer that lacks a value, has another number of values than was asked for, or has NaN or infinity (JSON has null for
-them) is retried, as an unfinished completion is: no array that reaches a rollout is wrong.
+What is kept is small, equal in each run, and exact: an array is base64 of its float32 values, little-endian. An answer
+that lacks a value, or has NaN or infinity (null in JSON), is retried.
 """
 
 from __future__ import annotations
@@ -38,42 +37,35 @@ _ROWS = ("data", "results")
 
 
 def typed_way(name: str, path: str, count: int) -> Way:
-    """The way to a path of which a typed answer is expected.
-
-    Args:
-        name: "embed", "classify" or "score".
-        count: how many texts are asked about.
+    """Args:
+    name: "embed", "classify" or "score".
+    count: how many texts are asked about.
     """
     return Way(way_to(path).path, partial(_PARSERS[name], count=count), f"{name}()", is_shared=name == "embed")
 
 
 class Base64(str):
-    """An array as it is kept, with the array: to decode it takes longer than all else about an answer."""
+    """An array as it is kept, with the array: decoding takes longer than all else about an answer."""
 
     __slots__ = ("values",)
     values: Floats
 
 
 def to_base64(values: Floats, text: str | None = None) -> Base64:
-    """The array as it is kept. ``text``: if it is known."""
     kept = Base64(base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode() if text is None else text)
     kept.values = values
     return kept
 
 
 def from_base64(text: str) -> Floats:
-    """The array that was kept, bit for bit. It can be written to."""
+    """The array that was kept, bit for bit, writable."""
     if isinstance(text, Base64):
         return text.values.copy()
     return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
 
 
 def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
-    """Vectors of one length, in the order of their texts: ``embeddings``, base64.
-
-    Raises:
-        RetryableError: the answer has another form, or another number of vectors.
-    """
+    """``embeddings``: vectors of one length, in the order of their texts, in base64."""
     answer, rows = _rows(raw, redact, count)
     vectors = [_vector(row.get("embedding")) for row in rows]
     if len({len(vector) for vector in vectors}) > 1:
@@ -83,11 +75,7 @@ def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Complet
 
 
 def parse_classes(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
-    """``label``, None if the server does not name it, and ``probabilities``: of all classes in the model's order.
-
-    Raises:
-        RetryableError: the answer has another form.
-    """
+    """``label``, None if the server does not name it, and ``probabilities`` of all classes in the model's order."""
     answer, (row,) = _rows(raw, redact, count)
     label = row.get("label")
     if not (label is None or isinstance(label, str)):
@@ -97,11 +85,7 @@ def parse_classes(raw: bytes, redact: Redact = str, *, count: int) -> Completion
 
 
 def parse_scores(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
-    """``scores`` in the order of the texts, base64.
-
-    Raises:
-        RetryableError: the answer has another form, or another number of scores.
-    """
+    """``scores`` in the order of the texts, base64."""
     answer, rows = _rows(raw, redact, count)
     return other_than_text(answer, {"scores": to_base64(_numbers([_score(row) for row in rows], "scores"))})
 
@@ -114,8 +98,9 @@ _PARSERS: dict[str, Callable[..., Completion]] = {
 
 
 def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[JsonObject]]:
-    """The answer and its ``count`` rows in the order of their indices. If no row has an index, the rows of ``data`` are
-    in order. Several others are a ranking.
+    """The answer and its ``count`` rows in the order of their indices.
+
+    Without an index, the rows of ``data`` are in order. Several others are a ranking.
     """
     answer, rows = _read(raw, redact)
     indices = list(range(len(rows)))
@@ -128,7 +113,6 @@ def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[Json
 
 
 def _read(raw: bytes, redact: Redact) -> tuple[JsonObject, list[JsonObject]]:
-    """The answer and its rows, which are an answer of SGLang by themselves."""
     answer: Any = read_json(raw, redact)
     if isinstance(answer, list):
         answer = {"results": answer, "usage": {"prompt_tokens": sum(map(_prompt_tokens, answer))}}

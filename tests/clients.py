@@ -26,7 +26,8 @@ async def client_of(
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[CompletionClient]:
     servers = ModelServers(config, clock)
-    servers.add_endpoints(urls, api_key)
+    hidden = [HiddenUrl(url) if isinstance(url, str) else url for url in urls]
+    servers.add_endpoints(hidden, Key(api_key) if isinstance(api_key, str) else api_key)
     try:
         yield CompletionClient(servers, sleep=sleep)
     finally:

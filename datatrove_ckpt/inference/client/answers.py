@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 
 import orjson
 
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
@@ -29,11 +29,8 @@ _CONTENT = (str, list)
 _REASON = (str, type(None))
 _CHOICE = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_SHOWN_BYTES = 200
+_SHOWN = 200  # characters
 
-# A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
-JsonObject = dict[str, Any]
-Redact: TypeAlias = Callable[[str], str]
 _NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")
 _ASKS = frozenset({"n", "logprobs", "tool_choice"})  # an answer lacks nothing that these ask for
 _DIFFERS = ("id", "created")  # in each answer; written, they would make each run another one
@@ -48,8 +45,7 @@ class Completion:
         finish_reason: None or empty may mean that the server cut the answer off.
         usage: the server's token counts, without values that are no counts.
         choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty for one choice without a refusal.
-        response_id, model: empty if the server gives none.
-        answer: of a request that is no completion, the whole answer as JSON values, without its id and time.
+        answer: of a request that is no completion, all JSON values but id and time.
         seconds: from sending the request to this answer.
     """
 
@@ -67,6 +63,7 @@ class Completion:
     seconds: float = field(default=0.0, compare=False)
 
 
+@dataclass(eq=False, repr=False)
 class RetryableError(Exception):
     """An attempt failed, and another one may succeed.
 
@@ -74,22 +71,25 @@ class RetryableError(Exception):
         asked_wait: see ``retrying.asked_wait``.
         unreachable: there was no complete HTTP answer.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
+        quoted: a part of the answer, which may hold secrets.
     """
 
-    def __init__(
-        self,
-        cause: str,
-        asked_wait: float | None = None,
-        *,
-        unreachable: bool = False,
-        status: int = 0,
-        timed_out: bool = False,
-    ) -> None:
-        super().__init__(cause)
-        self.timed_out = timed_out
-        self.asked_wait = asked_wait
-        self.unreachable = unreachable
-        self.status = status
+    cause: str
+    _: KW_ONLY
+    asked_wait: float | None = None
+    unreachable: bool = False
+    status: int = 0
+    timed_out: bool = False
+    quoted: str = ""
+
+    def __str__(self) -> str:
+        return self.cause
+
+    def quote(self, redact: Callable[[str], str]) -> None:
+        """Adds the quoted part to the cause, cut after its secrets are hidden."""
+        if self.quoted:
+            self.cause += f": {redact(self.quoted)[:_SHOWN]}"
+            self.quoted = ""
 
     @property
     def kind(self) -> str:
@@ -122,13 +122,13 @@ class Way(NamedTuple):
 
     Attributes:
         path: below the API's URL ("chat/completions"), or with a slash first below the server's ("/tokenize").
-        parse: reads the bytes of an answer; the second argument hides secrets in what an error quotes.
+        parse: reads the bytes of an answer.
         name: tells apart equal payloads of different ways.
         is_shared: texts of several payloads may go into one request, as a list in place of ``input``.
     """
 
     path: str
-    parse: Callable[[bytes, Redact], Completion]
+    parse: Callable[[bytes], Completion]
     name: str
     is_shared: bool = False
     extras: Extras | None = None
@@ -146,35 +146,35 @@ def way_to(path: str) -> Way:
     return next((way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below))
 
 
-def parse_chat(raw: bytes, redact: Redact = str) -> Completion:
+def parse_chat(raw: bytes) -> Completion:
     """An answer of /v1/chat/completions.
 
     Raises:
         RetryableError: it is no finished completion.
     """
-    return _completion(raw, redact, _read_message)
+    return _completion(raw, _read_message)
 
 
-def parse_completion(raw: bytes, redact: Redact = str) -> Completion:
+def parse_completion(raw: bytes) -> Completion:
     """An answer of /v1/completions.
 
     Raises:
         RetryableError: it is no finished completion.
     """
-    return _completion(raw, redact, _read_text)
+    return _completion(raw, _read_text)
 
 
 CHAT = Way("chat/completions", parse_chat, "chat/completions")
 COMPLETIONS = Way("completions", parse_completion, "completions")
 
 
-def parse_other(raw: bytes, redact: Redact = str) -> Completion:
+def parse_other(raw: bytes) -> Completion:
     """An answer of any other path.
 
     Raises:
         RetryableError: it is no JSON object, or an error.
     """
-    answer = _answer(raw, redact)
+    answer = _answer(raw)
     if answer.get("object") == "response" and answer.get("status") in _NO_RESPONSE:
         raise RetryableError(f"the answer's status is {answer['status']!r}")
     return other_than_text(answer, {name: value for name, value in answer.items() if name not in _DIFFERS})
@@ -218,7 +218,7 @@ def _listed(top: object) -> object:
 
 
 def as_asked(way: Way, payload: JsonObject) -> Way:
-    """The way for this payload: an answer without what the payload asks for is refused."""
+    """The way for this payload, which refuses answers that lack something."""
     if _ASKS.isdisjoint(payload):
         return way
     number = payload.get("n")
@@ -227,8 +227,8 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
     several = isinstance(number, int) and number > 1
     must_call = tool_choice not in (None, "auto", "none")
 
-    def parse(raw: bytes, redact: Redact = str) -> Completion:
-        completion = way.parse(raw, redact)
+    def parse(raw: bytes) -> Completion:
+        completion = way.parse(raw)
         choices = completion.choices or [_as_choice(completion)]
         if several:
             _check_number(len(choices), number)
@@ -249,14 +249,14 @@ def _check_number(found: int, number: object) -> None:
         raise RetryableError(f"the answer has {found} of {number} choices")
 
 
-def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
-    answer = _answer(raw, redact)
+def _completion(raw: bytes, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
+    answer = _answer(raw)
     choices = answer.get("choices")
     usage = _usage(answer)
     if not isinstance(choices, list) or not choices or type(choices[0]) is not dict:
         raise RetryableError("the answer has no choices")
     if len(choices) == 1:
-        completion = _choice(choices[0], usage, read, redact)
+        completion = _choice(choices[0], usage, read)
         if completion.refusal:
             completion.choices = [_as_choice(completion)]
     else:
@@ -265,7 +265,7 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
         in_order = sorted(choices, key=itemgetter("index"))
         if [one["index"] for one in in_order] != [*range(len(choices))]:
             raise RetryableError("the indices of the answer's choices are not 0, 1, 2 and so on")
-        all_read = [_choice(choice, usage, read, redact) for choice in in_order]
+        all_read = [_choice(choice, usage, read) for choice in in_order]
         completion = all_read[0]
         completion.choices = list(map(_as_choice, all_read))
         if not all(each.finish_reason for each in all_read):
@@ -291,10 +291,10 @@ def _name(completion: Completion, answer: JsonObject) -> None:
 
 
 def _choice(
-    choice: JsonObject, usage: JsonObject, read: Callable[[JsonObject], tuple[object, object, object]], redact: Redact
+    choice: JsonObject, usage: JsonObject, read: Callable[[JsonObject], tuple[object, object, object]]
 ) -> Completion:
     if choice.get("error"):
-        _refuse_error("the answer's choice", choice["error"], redact)
+        _refuse_error("the answer's choice", choice["error"])
     text, reasoning, tool_calls = read(choice)
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
@@ -381,14 +381,14 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
     return cleaned
 
 
-def _answer(raw: bytes, redact: Redact) -> JsonObject:
-    answer = read_json(raw, redact)
+def _answer(raw: bytes) -> JsonObject:
+    answer = read_json(raw)
     if not isinstance(answer, dict):
         raise RetryableError("the answer is no JSON object")
     return answer
 
 
-def read_json(raw: bytes, redact: Redact) -> object:
+def read_json(raw: bytes) -> object:
     """The answer.
 
     Raises:
@@ -400,16 +400,16 @@ def read_json(raw: bytes, redact: Redact) -> object:
         # Replacement characters would be wrong in a text that looks complete.
         raise RetryableError("the answer holds bytes that are not UTF-8, which JSON must be") from None
     except (ValueError, RecursionError):
-        text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
-        raise RetryableError(f"the answer is not JSON: {text!r}") from None
+        raise RetryableError(
+            "the answer is not JSON", quoted=repr(raw[: 8 * _SHOWN].decode(errors="replace"))
+        ) from None
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):
-        _refuse_error("the answer", answer.get("error") or answer.get("message") or "error", redact)
+        _refuse_error("the answer", answer.get("error") or answer.get("message") or "error")
     return answer
 
 
-def _refuse_error(place: str, error: object, redact: Redact) -> NoReturn:
-    text = redact(json.dumps(error))[:_SHOWN_BYTES]
-    raise RetryableError(f"{place} says that it is an error: {text}")
+def _refuse_error(place: str, error: object) -> NoReturn:
+    raise RetryableError(f"{place} says that it is an error", quoted=json.dumps(error))
 
 
 def _parse(raw: bytes) -> object:

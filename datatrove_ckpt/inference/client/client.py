@@ -102,16 +102,14 @@ _HINT = (
 
 @dataclass(slots=True)
 class ClientStats:
-    """Counters of one client.
-
-    Attributes:
-        requests: attempts sent.
-        retries: failed attempts whose request was sent again.
-        resent: attempts that were lost with their server, and whose request was sent again.
-        without_reason: answers without a finish_reason.
-        pausing: requests that wait for their next attempt.
-        cancelled: attempts that their rollout, or the end of the event loop, cut off.
-        errors: attempts without an answer, by kind.
+    """Attributes:
+    requests: attempts sent.
+    retries: failed attempts whose request was sent again.
+    resent: attempts that were lost with their server, and whose request was sent again.
+    without_reason: answers without a finish_reason.
+    pausing: requests that wait for their next attempt.
+    cancelled: attempts that their rollout, or the end of the event loop, cut off.
+    errors: attempts without an answer, by kind.
     """
 
     requests: int = 0
@@ -131,9 +129,6 @@ class ClientStats:
 
 class Outage:
     """The outage clock of one client.
-
-    Args:
-        model: the name of the client's model, if there are several.
 
     Attributes:
         answers: how many requests were answered.
@@ -226,10 +221,10 @@ class RequestClock:
     """The clock of one request that has failed.
 
     Args:
-        answers: how many requests had been answered when it was sent first.
+        answers: requests that had been answered when it was sent.
 
     Attributes:
-        beside: its failures while other requests were answered.
+        beside: its failures while others were answered.
     """
 
     def __init__(self, outage: Outage, began_at: float, answers: int) -> None:
@@ -241,7 +236,7 @@ class RequestClock:
         self._answers = answers
 
     def failed(self, failure: RetryableError, max_attempts: int) -> int:
-        """Returns the number of failures so far.
+        """Returns the number of failures.
 
         Raises:
             RequestFailed: other requests are answered, and this one never is.
@@ -284,22 +279,20 @@ class ModelServers:
         self.resent = 0
         self._proxied = False
 
-    def add_endpoints(self, urls: Sequence[str | HiddenUrl], api_key: Key | str | None) -> None:
+    def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Key | None) -> None:
         """Adds servers that are always there.
 
         Raises:
             ConfigError: a URL that cannot be used.
         """
-        endpoints = [HiddenUrl.wrap(url) for url in urls]
-        self._proxied = self.config.server_type == "endpoint" and needs_proxy(endpoints)
-        key = Key.wrap(api_key)
-        for url in endpoints:
-            if key is not None and url.has_credentials:
+        self._proxied = self.config.server_type == "endpoint" and needs_proxy(urls)
+        for url in urls:
+            if api_key is not None and url.has_credentials:
                 raise ConfigError(
                     f"{written.endpoint_url}: {url} contains credentials, and an API key is set, too. Remove one."
                 )
-        for url in endpoints:
-            self.mark_up(self.add(), url, key)
+        for url in urls:
+            self.mark_up(self.add(), url, api_key)
 
     async def close(self) -> None:
         for target in self.router.targets:
@@ -317,9 +310,9 @@ class ModelServers:
         self.router.targets.append(target)
         return target
 
-    def mark_up(self, target: Target, url: str | HiddenUrl, api_key: Key | None) -> None:
+    def mark_up(self, target: Target, url: HiddenUrl, api_key: Key | None) -> None:
         """Sends requests to this URL from now on. A restarted server has another port and another key."""
-        target.url = HiddenUrl.wrap(url)
+        target.url = url
         target.api_key = api_key
         self.transport(target, usual_way(self.config))  # raises for a wrong URL now
         if self.config.max_concurrent_generations == "auto":
@@ -350,7 +343,7 @@ class ModelServers:
         return found
 
     def oldest_in_flight(self) -> float:
-        """Seconds for which the oldest attempt has been in flight; 0 if there is none."""
+        """0 if there is none."""
         started = [attempt.started_at for target in self.router.targets for attempt in target.attempts]
         if started:
             return time.monotonic() - min(started)
@@ -460,10 +453,8 @@ class CompletionClient:
                 self.stats.pausing -= 1
 
     def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
-        """Seconds until the next attempt.
-
-        Raises:
-            RequestFailed, ServerUnavailable: there will be none.
+        """Raises:
+        RequestFailed, ServerUnavailable: there will be no further attempt.
         """
         self.outage.failed(failure, self.servers.oldest_in_flight)
         failures = clock.failed(failure, self._config.request_max_attempts)
@@ -539,7 +530,7 @@ class CompletionClient:
     ) -> Completion:
         try:
             raw = await post(transport, body, self._config.model_name_or_path, way.extras)
-            answer = way.parse(raw, transport.redact)
+            answer = way.parse(raw)
             if answer.answer is None:
                 self._check_reason(answer, transport.url, target, request)
             target.mark_alive(started_at)
@@ -549,6 +540,7 @@ class CompletionClient:
             self.outage.answered()
             raise
         except RetryableError as failure:
+            failure.quote(transport.redact)
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if failure.unreachable:

@@ -1,4 +1,4 @@
-"""HTTP over aiohttp: TLS, proxies, credentials in the URL. Imported with the first such URL, as it takes a while."""
+"""HTTP over aiohttp: TLS, proxies, credentials in the URL. Imported when needed, as it takes a while."""
 
 from __future__ import annotations
 

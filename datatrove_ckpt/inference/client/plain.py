@@ -1,24 +1,23 @@
 """An HTTP client for one http:// URL: no TLS, no proxies, no redirects, no compression.
 
 aiohttp costs 60 to 77 us of CPU per request, half of what a document costs as a whole; this client costs 20 us
-(measured). A server on this node or in this cluster needs no more.
+(measured).
 
 Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about retries. After any
 error, and after any answer that is no 2xx, a connection is closed: a gateway that gives up sends a 504, and may pass on
 the real answer later.
 
 HTTP/1.1 cannot tell a late response from the response to the next request. So a connection rests for ``QUIET`` seconds
-after each response that took ``SHORT`` seconds or longer; after quicker ones, a rest would cost a part of the server's
-rate. If more bytes arrive by then, the response is dropped: it may belong to another request. From then on, no
-connection carries a second request. A response that comes later still is noticed where each answer has an ``id`` of its
-own: it equals the response before it.
+after each response that took ``SHORT`` seconds or longer. If more bytes arrive by then, the response is dropped, and
+from then on no connection carries a second request. A response that comes later still is noticed where each answer has
+an ``id`` of its own: it equals the response before it.
 
-httptools (llhttp, the parser of Node.js and uvicorn) parses the responses. This module adds limits on size, and rejects
-compressed responses, protocol upgrades, and transfer codings other than ``chunked``. A regular expression recognises an
-answer of the usual form that arrives in one piece, for a fifth of the cost.
+httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed responses, protocol
+upgrades, and transfer codings other than ``chunked``. A regular expression recognises an answer of the usual form that
+arrives in one piece, for a fifth of the cost.
 
-Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp knows this only of 100, 102 and 103, and
-would take bytes of the final response for the body. So this module skips them itself.
+Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp knows this only of 100, 102 and 103. So
+this module skips them itself.
 """
 
 from __future__ import annotations
@@ -71,12 +70,11 @@ _USUAL_HEAD = re.compile(
 
 
 class Response(NamedTuple):
-    """A response. If the connection broke, ``body`` is a part, and ``status`` is an error.
-
-    The body is hidden from tracebacks: a server may quote the key.
+    """If the connection broke, ``body`` is a part, and ``status`` is an error. The body is hidden from tracebacks: a
+    server may quote the key.
 
     Attributes:
-        wait: the seconds that an error asks to wait: see ``asked_wait``.
+        wait: the seconds that an error asks to wait.
     """
 
     status: int
@@ -85,11 +83,11 @@ class Response(NamedTuple):
 
 
 class RemoteProtocolError(ConnectionError):
-    """The bytes are not an HTTP/1.1 response, or only a part of one."""
+    """The bytes are no whole HTTP/1.1 response."""
 
 
 class UnaskedBytes(RemoteProtocolError):
-    """The server sent bytes without a request, so its response may belong to another request."""
+    """Bytes came without a request: the response may belong to another one."""
 
     def __str__(self) -> str:
         return "the server sent more than one answer to a request"
@@ -122,7 +120,6 @@ class ResponseParser:
 
     @property
     def reusable(self) -> bool:
-        """Whether the connection can carry another request, once the response is complete."""
         return self._builder.reusable
 
     def response(self) -> Response:
@@ -151,11 +148,11 @@ class ResponseParser:
         return False
 
     def end(self, properly: bool = True) -> bool:
-        """Whether the response is complete when the connection ends, ``properly`` if the server closed it."""
+        """Whether the response is complete at the connection's end, ``properly`` if the server closed it."""
         return self._builder.complete or (properly and self._builder.ends_at_close)
 
     def _skip_interim(self, start: bytearray, data: bytes) -> bytes:
-        """Drops interim responses. Returns the bytes of the final response, none before its status has arrived."""
+        """Returns the bytes of the final response, none before its status has arrived."""
         start += data
         while True:
             if not _VERSION.startswith(start[: len(_VERSION)]):
@@ -307,7 +304,7 @@ class ConnectTimeout(TimeoutError):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. ``usable`` is False once it is closed or has failed."""
+    """``usable``: neither closed nor failed."""
 
     def __init__(self, owner: PlainTransport) -> None:
         self.usable = True
@@ -344,7 +341,6 @@ class _Connection(asyncio.Protocol):
                 self._transport.write(piece)
 
     def abort(self, error: Exception | None = None) -> None:
-        """Closes the connection at once. A request in flight fails with ``error``."""
         self.usable = False
         self._unsent = None
         self._transport.abort()
@@ -517,7 +513,7 @@ class PlainTransport(UnaskedCounter):
         self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
-        self._last_connected: Any = None
+        self._last_connected: object = None
 
     async def send(self, body: AnyBody = b"", extras: Extras | None = None) -> Response:
         """Returns the response, whatever its status.
@@ -619,7 +615,6 @@ class PlainTransport(UnaskedCounter):
         return await asyncio.shield(lookup)
 
     def _expire(self) -> None:
-        """Fails the requests whose deadline has passed, and sets the timer to the next deadline."""
         self._timer = None
         now = self._loop.time()
         expired = []

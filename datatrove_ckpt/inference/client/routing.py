@@ -137,17 +137,12 @@ class Request:
         return sum(not death.attributed for death in self.deaths)
 
     def record_death(self, death: Death, age: float) -> None:
-        """A server died while this request had been in flight for ``age`` seconds."""
         self.age = self.age if self.deaths else age
         self.deaths.append(death)
 
 
 class Attempt:
-    """One sending of a request.
-
-    Attributes:
-        lost: its server is given up. An answer that arrives later is dropped.
-    """
+    """One sending of a request. ``lost``: its server is given up, and its answer would be dropped."""
 
     __slots__ = ("_cancelled", "_cancelling", "_handle", "_task", "lost", "request", "started_at")
 
@@ -189,9 +184,8 @@ class Target:
 
     Attributes:
         transports: by path.
-        up: requests may be sent.
-        limit: how many may be in flight here.
-        reserved: the server runs quarantined requests only, once its other requests are answered.
+        limit: how many requests may be in flight here.
+        reserved: for quarantined requests, once the others are answered.
         cooldown_until: until then other servers are preferred, because a connection failed.
         alive_at: when the server last showed that it works, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
@@ -221,7 +215,6 @@ class Target:
         return attempt
 
     def mark_alive(self, started_at: float = 0.0) -> None:
-        """The server answered the attempt that started at ``started_at``, or its token count grew."""
         self.alive_at = time.monotonic()
         self.accepted_at = max(self.accepted_at, started_at)
 
@@ -293,11 +286,7 @@ class Quarantine:
 
 
 class Router:
-    """Gives each attempt a target.
-
-    Args:
-        limit: requests in flight at all targets together.
-    """
+    """Gives each attempt a target. ``limit``: requests in flight at all targets together."""
 
     def __init__(self, limit: int) -> None:
         self.targets: list[Target] = []
@@ -389,7 +378,7 @@ class Router:
             sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
-        """The server is dead, or will be killed: the requests in flight there are sent again."""
+        """The requests in flight there are sent again."""
         target.up = target.reserved = False
         death = Death(cause, len(target.attempts))
         now = time.monotonic()
@@ -408,7 +397,7 @@ class Router:
         self.admit()
 
     def fail(self, cause: str) -> None:
-        """No server will be up again: ``acquire`` raises ServerDied, for requests that wait and for later ones."""
+        """No server will be up again: ``acquire`` raises ServerDied."""
         self._failure = cause
         waiting = self._waiting
         self._waiting = []

@@ -44,12 +44,7 @@ Transport: TypeAlias = "PlainTransport | AiohttpTransport"
 def make_transport(
     url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool = False, method: str = "POST"
 ) -> Transport:
-    """The cheapest transport that can serve this URL.
-
-    Args:
-        timeout: seconds for one exchange.
-        proxied: the environment names a proxy for this URL.
-    """
+    """The cheapest transport for this URL. ``proxied``: the environment names a proxy for it."""
     settings = url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
     if _is_plain(url, proxied):
         return PlainTransport(*settings)
@@ -63,19 +58,19 @@ def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
 
 
 class ExchangeFailed(Exception):
-    """There is no response. ``kind``: the name of the error, "TimeoutError" if none came in time."""
+    """There is no response. ``kind``: "TimeoutError" if none came in time."""
 
     def __init__(self, details: str, kind: str = "") -> None:
+        self.details = details
         self.kind = kind
         super().__init__(details or kind)
 
 
 async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxied: bool = False) -> Response:
-    """The response to one GET, over its own connection, whatever its status.
+    """The response to one GET, whatever its status.
 
     Raises:
         ExchangeFailed: there is none within ``seconds``.
-        TooManyOpenFiles: no connection could be opened.
     """
     transport = make_transport(url, headers, seconds, proxied, "GET")
     try:
@@ -85,11 +80,15 @@ async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxie
     except TimeoutError:
         raise ExchangeFailed("", "TimeoutError") from None
     except transport.errors as error:
-        if is_caused_by_limit(error):
-            raise limit_reached(f"No connection to {url}") from None
-        raise ExchangeFailed(transport.explain(error), type(error).__name__) from None
+        raise _failure(transport, error) from None
     finally:
         await transport.close()
+
+
+def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
+    if is_caused_by_limit(error):
+        raise limit_reached(f"No connection to {transport.url}") from None
+    return ExchangeFailed(transport.explain(error), type(error).__name__)
 
 
 async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> bytes:
@@ -109,11 +108,11 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
             kind = "answer"
         raise RetryableError(f"no {kind} in time from {url}", unreachable=True, timed_out=True) from None
     except transport.errors as error:
-        if is_caused_by_limit(error):
-            raise limit_reached(f"No connection to {url}") from None
         note_sent(extras)
-        details = transport.explain(error)
-        cause = f"{type(error).__name__} from {url}" + (f": {details}" if details else "")
+        failure = _failure(transport, error)
+        cause = f"{failure.kind} from {url}"
+        if failure.details:
+            cause += f": {failure.details}"
         raise RetryableError(cause, unreachable=True) from None
     if response.status in _ANSWERED:
         return response.body
@@ -123,22 +122,17 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     raise _error(response, url, model, transport.redact)
 
 
-def is_rejection(status: int) -> bool:
-    """Whether the server says that this request is wrong, and always will be."""
-    return status in retrying.REJECTED
-
-
 def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
         status = _CONTENT_TOO_LARGE
     # Cut after the redaction: a part of a secret that is cut in two would stay.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
-    if is_rejection(status):
+    if status in retrying.REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())
     if status in retrying.SERVER.retried:
-        return RetryableError(f"HTTP {status} from {url}: {text}", response.wait, status=status)
+        return RetryableError(f"HTTP {status} from {url}: {text}", asked_wait=response.wait, status=status)
     refused = ServerRefused(
         f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text)} "
         f"The server's answer: {text or '(empty)'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterable
-from typing import Self, TypeAlias
+from typing import TypeAlias
 from urllib.parse import quote, quote_plus
 from urllib.request import getproxies, proxy_bypass
 
@@ -30,21 +30,23 @@ Extras: TypeAlias = dict[str, HiddenDict]
 class HiddenUrl:
     """A URL that is printed without user, password, query and fragment.
 
+    Args:
+        shown: stands for the text in an error.
+
     Raises:
-        ConfigError: the text is no URL. The message does not repeat it.
+        ConfigError: the text is no URL.
     """
 
     __slots__ = ("_url",)
 
-    def __init__(self, url: str | URL) -> None:
+    def __init__(self, url: str | URL, shown: str = "it") -> None:
         self._url = url if isinstance(url, URL) else _parsed(url)
         del url  # hidden from the frame that raises
         if not self._url.host:
-            raise ConfigError(f"{written.endpoint_url}: is not a URL.")
-
-    @classmethod
-    def wrap(cls, url: Self | str | URL) -> Self:
-        return url if isinstance(url, cls) else cls(url)  # type: ignore[arg-type]
+            raise ConfigError(
+                f"{written.endpoint_url}: {shown} is not a URL. Write http://HOST:PORT or https://HOST. In a user, a "
+                "password or a query, write %2F for /, %40 for @, and %23 for #."
+            )
 
     def reveal(self) -> URL:
         """Never bind the URL to a name: tracebacks show the values of names."""
@@ -81,7 +83,6 @@ class HiddenUrl:
         return self._url.user is not None or self._url.password is not None
 
     def redactor(self, headers: HiddenDict | None) -> Redactor:
-        """Hides the secrets of this URL, and those in the headers that are sent with it."""
         return Redactor(*_secrets_of(self._url), *((headers or {}).values()))
 
     def __repr__(self) -> str:
@@ -112,7 +113,7 @@ def _parsed(url: str) -> URL:
 
 
 def beside(url: HiddenUrl, headers: HiddenDict, extras: Extras) -> tuple[HiddenUrl, HiddenDict]:
-    """URL and header fields of a request that has ``extras``, which replace equal ones."""
+    """``extras`` replace equal ones."""
     fields = {name.title(): value for name, value in extras["extra_headers"].items()}
     return HiddenUrl(url.reveal().update_query(extras["extra_query"])), HiddenDict({**headers, **fields})
 

@@ -15,11 +15,11 @@ import os
 import struct
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import orjson
 from aiohttp import web
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST
 
 TEXT = "This is dummy text content for debugging purposes. Page contains sample text to simulate OCR output."
@@ -31,7 +31,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def make_app(latency: float, api_key: str | None) -> web.Application:
     """Args:
     latency: seconds each answer takes.
-    api_key: bearer token that requests to /v1 must carry, or None.
+    api_key: bearer token for requests to /v1.
     """
 
     @web.middleware
@@ -72,8 +72,8 @@ async def _models(_: web.Request) -> web.Response:
     return _json({"object": "list", "data": [{"id": "dummy-model", "object": "model"}]})
 
 
-def _completion(payload: object, size: int, *, chat: bool) -> dict[str, object]:
-    content: dict[str, object] = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+def _completion(payload: object, size: int, *, chat: bool) -> JsonObject:
+    content: JsonObject = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
     prompt_tokens = size // 4
     return {
         "id": "dummy",
@@ -88,7 +88,6 @@ def _completion(payload: object, size: int, *, chat: bool) -> dict[str, object]:
     }
 
 
-_Payload = dict[str, Any]
 _DIMENSIONS = 8
 
 
@@ -98,19 +97,19 @@ def _numbers(text: object, count: int) -> list[float]:
     return [number / 65536 for (number,) in struct.iter_unpack("<H", seed)]
 
 
-def _listed(texts: Any) -> list[Any]:
+def _listed(texts: object) -> list[object]:
     if isinstance(texts, list):
         return texts
     return [texts]
 
 
-def _embeddings(payload: _Payload) -> _Payload:
+def _embeddings(payload: JsonObject) -> JsonObject:
     dimensions = payload.get("dimensions") or _DIMENSIONS
     vectors = [_numbers(text, dimensions) for text in _listed(payload.get("input"))]
     return {"data": [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)]}
 
 
-def _classes(payload: _Payload) -> _Payload:
+def _classes(payload: JsonObject) -> JsonObject:
     data = []
     for at, text in enumerate(_listed(payload.get("input"))):
         (score,) = _numbers(text, 1)
@@ -118,7 +117,7 @@ def _classes(payload: _Payload) -> _Payload:
     return {"data": data}
 
 
-def _scores(payload: _Payload) -> _Payload:
+def _scores(payload: JsonObject) -> JsonObject:
     scores = [_numbers([payload.get("text_1"), text], 1)[0] for text in _listed(payload.get("text_2"))]
     return {"data": [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]}
 

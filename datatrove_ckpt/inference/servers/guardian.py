@@ -1,15 +1,13 @@
 """The process between a runner and its server: no server outlives its runner.
 
 The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``. Its standard input is
-the lifeline pipe, whose write end the runner holds. When that end closes, because the runner stops the server or has
-itself ended, the server's process group gets SIGTERM, and after the timeout every descendant gets SIGKILL. A byte
-written to the pipe asks for SIGKILL now. If the server ends by itself, its descendants are killed, too. The exit code
-is the server's (128 + n for signal n).
+the lifeline pipe, whose write end the runner holds. When that end closes, the server's process group gets SIGTERM, and
+after the timeout every descendant gets SIGKILL. A byte in the pipe asks for SIGKILL now. If the server ends by itself,
+its descendants are killed, too. The exit code is the server's (128 + n for signal n).
 
-PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations of processes), and a process that called
-setsid() has left its group. So the guardian is a child subreaper: a descendant that loses its parent becomes the
-guardian's child, and /proc shows the whole tree. Without prctl and /proc (macOS) only the server's process group is
-killed.
+PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations), and a process that called setsid() has left
+its group. So the guardian is a child subreaper, and /proc shows the whole tree. Without both (macOS) only the server's
+process group is killed.
 
 It uses the standard library only, and one thread: it is up in about 20 ms, and uses 10 MB.
 """
@@ -99,8 +97,7 @@ class Guardian:
         stop_timeout: seconds between SIGTERM and SIGKILL.
 
     Attributes:
-        server: process id.
-        server_status: as ``os.waitpid`` returns it; None while the server is running.
+        server_status: as ``os.waitpid`` returns it.
     """
 
     def __init__(self, argv: list[str], stop_timeout: float) -> None:
@@ -163,7 +160,7 @@ class Guardian:
         os._exit(127)
 
     def _wait_for_stop(self, timeout: float) -> bool:
-        """Waits for a signal or the lifeline pipe. Returns whether the server must be stopped."""
+        """Returns whether the server must be stopped."""
         ready = select.select([0, self._wakeup_read], [], [], timeout)[0]
         self._drain_wakeups()
         if 0 in ready:
@@ -178,7 +175,6 @@ class Guardian:
                 pass
 
     def _terminate(self) -> None:
-        """Sends SIGTERM, and waits until the server ends or its time is over."""
         _kill_group(self.server, signal.SIGTERM)
         terminated_at = time.monotonic()
         self._reap()

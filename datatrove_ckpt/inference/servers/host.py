@@ -97,7 +97,6 @@ class ServerHost:
 
     @property
     def has_room(self) -> bool:
-        """Whether the servers of each model could take more requests than there are."""
         routers = [one.servers.router for one in self._running.values()]
         return routers != [] and all(one.in_flight < one.capacity and not one.waiting for one in routers)
 

@@ -1,11 +1,11 @@
 """``python -m datatrove_ckpt.inference.servers.llamacpp``: the process of the embedded engine.
 
-xllamacpp is one wheel that contains llama.cpp and its OpenAI server. It has its own process, because a crash of native
-code must not end the runner. The API key comes from DATATROVE_CKPT_API_KEY.
+xllamacpp contains llama.cpp and its OpenAI server. A crash of native code must not end the runner. The API key comes
+from DATATROVE_CKPT_API_KEY.
 
 Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params (``--n-batch=512``):
-``model_kwargs`` reaches all of llama.cpp, and we need no list of its fields. A field that is an enum takes the end of a
-member's name: ``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
+``model_kwargs`` reaches all of llama.cpp. A field that is an enum takes the end of a member's name:
+``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
         if kind is bool:
             parser.add_argument(f"--no-{flag}", dest=name, action="store_false")
     for flag, (name, kind) in fields.items():  # last, because a field called no_x is not the opposite of x
-        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": _reader(kind)}
-        parser.add_argument(f"--{flag}", dest=name, **how)
+        if kind is bool:
+            parser.add_argument(f"--{flag}", dest=name, action="store_true")
+        else:
+            parser.add_argument(f"--{flag}", dest=name, type=_reader(kind))
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
     parser.add_argument("--port", type=int, required=True)
@@ -92,7 +94,7 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
     return params
 
 
-def _reader(kind: type) -> Callable[[str], Any]:
+def _reader(kind: type) -> Callable[[str], object]:
     if not issubclass(kind, Enum):
         return kind
     prefix = f"{kind.__name__.upper()}_"

@@ -1,16 +1,14 @@
 """Connects the head node of a task with its worker nodes, when several nodes serve one model together.
 
-The head node reads documents, sends requests and writes results. The workers run the engine's other parts, without an
-HTTP server (``run_worker_node``). Each worker holds a TCP connection to the head node (port ``master_port + 1``), which
-closes however the process at its other end came to an end.
+The workers run the engine's other parts, without an HTTP server (``run_worker_node``). Each worker holds a TCP
+connection to the head node (port ``master_port + 1``), which closes however the process at its other end came to an
+end.
 
     to the workers     "start": (re)start your part of the engine;    closed: the head node has ended, or failed
     to the head node   "died": my part of the engine ended;           closed: this worker is lost
 
 A part that dies counts as a death of the server, which is then restarted on all nodes. A lost worker node ends the run.
-
-A process that can write to these connections can end the run. So both ends first prove who they are: see
-``authenticate``.
+A process that can write to these connections can end the run, so both ends first prove who they are.
 """
 
 from __future__ import annotations
@@ -212,10 +210,9 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-# How the nodes of one task prove that they belong together: both know DATATROVE_CKPT_LINK_KEY, and prove it by
-# HMAC-SHA256 of a random number that the other end chose. ``InferenceConfig`` makes the key where a run is submitted:
-# sbatch and srun pass the environment on, and only the user can read it there. A file would need a folder that all
-# nodes share, and others can read argv and the pickled step.
+# The nodes of one task prove that they know DATATROVE_CKPT_LINK_KEY by HMAC-SHA256 of a random number that the other
+# end chose. ``InferenceConfig`` makes the key where a run is submitted, and sbatch and srun pass the environment on. A
+# file would need a folder that all nodes share, and others can read argv and the pickled step.
 
 
 HEAD = b"head"
@@ -241,7 +238,7 @@ def require_link_key() -> None:
 async def authenticate(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: bytes, peer: bytes
 ) -> bool | None:
-    """Whether the other end knows our key; None if it ended, or proved nothing in time. It gets the same proof from us."""
+    """Whether the other end knows our key; None if it ended, or proved nothing in time. It gets our proof, too."""
     challenge = secrets.token_hex(16).encode()
     try:
         async with asyncio.timeout(_PROOF_TIMEOUT):

@@ -1,15 +1,12 @@
 """What the user's runs have on this node: a folder, descriptors that no fork keeps, records of servers, GPUs.
 
-The records serve to end what is left of a server whose runner and guardian were killed together, before another server
-needs its GPUs. A record names the server's runner, guardian and log file. If neither process is alive, the next start
-on the node kills the processes of the guardian's session whose output is that log. The environment would be no proof:
-engines that set their process title (vLLM) have overwritten it.
+The records serve to end what is left of a server whose runner and guardian were killed together. A record names the
+server's runner, guardian and log file. If neither process is alive, the next start on the node kills the processes of
+the guardian's session whose output is that log. The environment would be no proof: vLLM overwrites it with its process
+title.
 
-A process is only itself together with its start time, because process ids are reused. They mean nothing to another host
-or container that shares the folder, so each has its own records. Without /proc (macOS) nothing is recorded and nothing
-is killed.
-
-Not found are processes in a session of their own, with another output, or started with another TMPDIR.
+A process is only itself together with its start time, because process ids are reused. Each host or container has its
+own records in a shared folder. Without /proc (macOS) nothing is recorded and nothing is killed.
 """
 
 from __future__ import annotations
@@ -29,15 +26,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from loguru import logger
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
 
 # Seconds. A process that hangs inside a driver cannot be killed.
@@ -82,7 +79,7 @@ class ServerRecord:
     def read(cls, path: Path) -> Self | None:
         """None if the file holds no record."""
         try:
-            found: dict[str, Any] = json.loads(path.read_bytes())
+            found: JsonObject = json.loads(path.read_bytes())
             return cls(**{**found, **{key: tuple(found[key]) for key in ("runner", "guardian", "log")}})
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -165,13 +162,13 @@ def _folder() -> Path:
 _ours: set[int] = set()
 
 
-def own(descriptor: int) -> int:
-    """The descriptor, which forks close from now on. Close it with ``close``."""
+def own_descriptor(descriptor: int) -> int:
+    """The descriptor, which forks close from now on. Close it with ``close_descriptor``."""
     _ours.add(descriptor)
     return descriptor
 
 
-def close(descriptor: int) -> None:
+def close_descriptor(descriptor: int) -> None:
     """Closes a descriptor that this process owns. A fork has closed it already."""
     if descriptor in _ours:
         _ours.discard(descriptor)
@@ -205,15 +202,13 @@ def runtime_folder(part: str = "") -> Path:
 
 # Leases a server its share of the node.
 #
-# **GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided, the first model's first.
-# Slurm and Ray give each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all of them.
-# There, each server locks its GPUs by a file lock (flock) per GPU: neither the environment nor the rank says which
-# ranks run at this moment, while a lock becomes free exactly when its holder has ended. The server's processes inherit
+# **GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided. Slurm and Ray give each
+# task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all of them. There, each server locks
+# its GPUs by a file lock per GPU, which becomes free exactly when its holder has ended. The server's processes inherit
 # the lock, so GPUs count as taken until the last of them has freed its memory.
 #
 # **vLLM's cache.** Servers that start together write the same files of torch.compile in ~/.cache/vllm. datatrove lets
-# the first server compile while the others wait. Here every server on this node has its own cache folder (the first
-# free one, locked likewise), which costs disk space, and one compilation per folder.
+# the others wait for the first. Here every server has its own cache folder, the first free one.
 
 
 # Seconds. The server of a rank that was killed takes up to ten to end.
@@ -236,11 +231,11 @@ class GpuLease:
     locks: list[int] = field(default_factory=list)
 
     def add_lock(self, lock: int) -> None:
-        self.locks.append(node.own(lock))
+        self.locks.append(own_descriptor(lock))
 
     def close(self) -> None:
         while self.locks:
-            node.close(self.locks.pop())
+            close_descriptor(self.locks.pop())
 
 
 async def lease_gpus(configs: Sequence[InferenceConfig], without: Collection[str] = ()) -> dict[str, list[GpuLease]]:

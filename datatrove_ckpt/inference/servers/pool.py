@@ -20,6 +20,7 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import ModelServers
 from datatrove_ckpt.inference.client.routing import Death
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.node import GpuLease
 from datatrove_ckpt.inference.servers.probes import (
@@ -37,11 +38,7 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 @dataclass(eq=False, repr=False)
 class ServerPool:
-    """All servers that one rank launches or takes over.
-
-    Args:
-        model_servers: get each server as a target.
-    """
+    """All servers that one rank launches or takes over."""
 
     config: InferenceConfig
     rank: int
@@ -107,11 +104,7 @@ class ServerPool:
             raise
 
     async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
-        """Runs all at once. The first error cancels the others, and is raised as it is, not in an exception group.
-
-        Raises:
-            ServerDied: a node was lost.
-        """
+        """The first error cancels the others, and is raised as it is, not in an exception group."""
         if self._head is not None:
             watch = self._head.watch()
         else:
@@ -171,26 +164,20 @@ _METRICS_TIMEOUT = 5.0
 class ServerSupervisor:
     """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
 
-    The requests that were in flight at its end are sent again, to the other replicas if there are any. A server counts
-    as dead when
+    The requests that were in flight at its end are sent again. A server counts as dead when
 
     - its process ends;
-    - its health address answers 5xx or refuses connections, probed after every failure that may be the server's fault,
-      and every few seconds while requests are in flight: vLLM's HTTP process may outlive its engine, and after a
-          SIGTERM
-      it can leave open requests without an answer;
-    - it hangs: it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
+    - its health address answers 5xx or refuses connections, probed after failures that may be the server's fault, and
+      every few seconds while requests are in flight: vLLM's HTTP process may outlive its engine;
+    - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
 
-    It may be restarted ``server_max_restarts`` times within an hour: one crash a day does not end a run of a week. A
-    death that proves a request poisonous does not count.
+    It may be restarted ``server_max_restarts`` times within an hour. A death that proves a request poisonous does not
+    count.
 
     Args:
         rank: the server may have been started for an earlier one.
         index: number of the server among the rank's replicas.
         shutdown: of the rank: after a requested stop the server is not restarted.
-
-    Attributes:
-        target: the server, as the client sees it.
     """
 
     config: InferenceConfig
@@ -223,7 +210,7 @@ class ServerSupervisor:
             await self.server.start()
             self._tell("ready")
         self._death_cause = asyncio.get_running_loop().create_future()
-        self.model_servers.mark_up(self.target, self.server.url, self.server.api_key)
+        self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
 
     def _tell(self, what: str, why: str = "") -> None:
         url = self.server.url if what in ("ready", "reused") else None
@@ -236,10 +223,8 @@ class ServerSupervisor:
             await (self.server.kill() if is_late else self.server.stop())
 
     async def supervise(self) -> NoReturn:
-        """Restarts the server whenever it dies.
-
-        Raises:
-            ServerDied: it may not be restarted again.
+        """Raises:
+        ServerDied: the server may not be restarted again.
         """
         while True:
             cause = await self._until_death()
@@ -299,10 +284,8 @@ class ServerSupervisor:
                 return
 
     def _next_backoff(self, cause: str) -> float:
-        """Seconds until the next restart.
-
-        Raises:
-            ServerDied: there were too many restarts within the window.
+        """Raises:
+        ServerDied: there were too many restarts within the window.
         """
         now = time.monotonic()
         allowed = self.config.server_max_restarts
@@ -339,11 +322,7 @@ class ServerSupervisor:
             tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
 
     async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
-        """Marks the server dead if it hangs. Returns the tokens that it has counted; None without metrics or requests.
-
-        Args:
-            tokens: the result of the last check.
-        """
+        """Marks the server dead if it hangs. Returns the tokens that it has counted; None without metrics or requests."""
         if self.target.attempts:
             metrics = await self._metrics(seconds)
         else:
@@ -368,9 +347,9 @@ class ServerSupervisor:
     async def probe(self, since: float, until_proof: bool) -> None:
         """Returns once the server is known to be alive. If it is dead, the attempts that wait here are aborted.
 
-        A vLLM that received SIGTERM finishes its requests, answers 500 to all new ones, and reports itself healthy. So
-        the proof of health is an answer to an attempt that started after ``since``. Without one, the server counts as
-        alive if its process still runs after the time that a SIGTERM leaves it.
+        A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the proof of health is
+        an answer to an attempt that started after ``since``. Without one, the server counts as alive if it still runs
+        after the time that a SIGTERM leaves it.
 
         Args:
             since: when the failed attempt started.

@@ -1,4 +1,4 @@
-"""What a running server says: whether it is well, what its load is, and how many requests it may get then."""
+"""A running server's health and load, and how many requests it may get."""
 
 from __future__ import annotations
 
@@ -111,21 +111,20 @@ class Admission:
     """How many requests may be in flight at an engine, under ``max_concurrent_generations: auto``.
 
     An engine is busiest when a few requests always wait in its own queue; more only add to what a dead server loses. So
-    the limit follows the engine's metrics. The requests in flight are those that run, that wait, and that are on the
-    way (tokenized now, or their answers being read).
+    the limit follows the engine's metrics.
 
-    - All that is on the way may reach the queue at once. So only as much as is always on the way counts as normal, and
-      the limit grows by at most ``target`` per sample: the queue stays below twice the target.
+    - All that is on the way to the queue, or back, may reach the queue at once. So only as much as is always on the way
+      counts as normal, and the limit grows by at most ``target`` per sample: the queue stays below twice the target.
     - vLLM's numbers are those of its last step. A sample that equals the one before changes nothing.
     - With an empty queue the limit never falls: what is missing is on the way.
     - An engine that runs more than its KV cache can hold preempts requests, which lose their work and wait again. So
-      after a preemption the limit is what runs, and grows slowly from there. In the simulation of
-      ``tests/unit/test_admission.py`` this wins up to a fifth of the throughput if prompts are expensive.
+      after a preemption the limit is what runs, and grows slowly from there: up to a fifth more throughput in
+      ``tests/unit/test_admission.py`` if prompts are expensive.
 
     Attributes:
         limit: requests that may be in flight.
-        target: requests that should wait in the engine: at least 8, at least an eighth of those that run, and at least
-            as many as are always on the way.
+        target: requests that should wait in the engine: at least 8, an eighth of those that run, and as many as are
+            always on the way.
     """
 
     def __init__(self) -> None:
@@ -137,9 +136,6 @@ class Admission:
         self._exact = float(FIRST_LIMIT)  # the limit with its fraction
 
     def update(self, metrics: Metrics, in_flight: int) -> None:
-        """Args:
-        in_flight: requests in flight at the engine, as the client counts them.
-        """
         last = self._last
         self._last = metrics
         if metrics == last:
@@ -169,10 +165,10 @@ async def adapt_admission(
 ) -> NoReturn:
     """Adapts the target's limit to its engine until cancelled.
 
-    Without metrics (vLLM's ``disable-log-stats``) it logs that, and takes datatrove's default number.
+    Without metrics (vLLM's ``disable-log-stats``) it takes datatrove's default number.
 
     Args:
-        read: gives the engine's metrics; takes the seconds that they may take.
+        read: gives the engine's metrics within so many seconds.
         admission: new for each process of the server.
     """
     started = time.monotonic()

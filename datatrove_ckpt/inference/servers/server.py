@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from loguru import logger
 
@@ -45,8 +45,14 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers import guardian, node
-from datatrove_ckpt.inference.servers.node import GpuLease, ServerRecord, kill_session
+from datatrove_ckpt.inference.servers import guardian
+from datatrove_ckpt.inference.servers.node import (
+    GpuLease,
+    ServerRecord,
+    close_descriptor,
+    kill_session,
+    own_descriptor,
+)
 from datatrove_ckpt.inference.servers.probes import answers, request_health
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -71,12 +77,12 @@ class InferenceServer:
     Args:
         rank, replica: appear in the name of the log file.
         nodes: the nodes that serve the model together, this one among them.
-        on_launch: called at each launch, so that the other nodes launch their parts, too.
+        on_launch: called at each launch: the other nodes launch their parts, too.
 
     Attributes:
         url: without /v1; empty while the server is not started.
         started_by: the rank that launched the running process.
-        restarted_at: when it was restarted (``time.monotonic``), for all ranks that it has served.
+        restarted_at: when it was restarted (``time.monotonic``), for all ranks.
     """
 
     config: InferenceConfig
@@ -358,7 +364,7 @@ _SAY_EVERY = 30.0  # seconds
 
 
 async def wait_for_first(
-    tasks: tuple[asyncio.Task[Any], ...], window: float, line: Callable[[float], str], every: float = _SAY_EVERY
+    tasks: tuple[asyncio.Task[object], ...], window: float, line: Callable[[float], str], every: float = _SAY_EVERY
 ) -> None:
     """Returns when a task is done, or after ``window`` seconds. Until then it logs a line at each interval.
 
@@ -402,7 +408,7 @@ class GuardedProcess:
 
     Attributes:
         pid: the guardian's.
-        lifeline: the end of a pipe that keeps the server running; None: it was asked to stop.
+        lifeline: the end of a pipe that keeps the server running; None: asked to stop.
 
     Raises:
         OSError: no process could be created.
@@ -414,7 +420,7 @@ class GuardedProcess:
         self._stop_timeout = stop_timeout
         lifeline_end, lifeline = os.pipe()
         # The guardian stops the server when this end closes: the kernel closes it even if this process is killed.
-        self.lifeline: int | None = node.own(lifeline)
+        self.lifeline: int | None = own_descriptor(lifeline)
         guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
         try:
             self._process = subprocess.Popen(
@@ -447,7 +453,7 @@ class GuardedProcess:
     def request_stop(self) -> None:
         """SIGTERM, and SIGKILL for what is left after the timeout."""
         if self.lifeline is not None:
-            node.close(self.lifeline)
+            close_descriptor(self.lifeline)
             self.lifeline = None
 
     def request_kill(self) -> None:

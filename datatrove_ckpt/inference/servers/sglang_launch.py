@@ -1,9 +1,9 @@
 """``python .../sglang_launch.py ARGUMENTS``: SGLang's server, with a key that appears in no process list and no log.
 
-SGLang takes its key only from ``--api-key`` or a file, and prints all its settings into its log. So this script puts
-the key from DATATROVE_CKPT_API_KEY into the settings after SGLang has parsed its arguments.
+SGLang takes its key only from ``--api-key`` or a file, and logs all its settings. So this script puts the key from
+DATATROVE_CKPT_API_KEY into the settings after SGLang has parsed its arguments.
 
-It is started by its path and imports nothing of this package: with ``server_python`` it runs in another environment.
+It imports nothing of this package: with ``server_python`` it runs in another environment.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ class Hidden(str):
 
 
 def _set_key(api_key: Hidden) -> None:
-    """Makes SGLang's parser add the key to the settings that it returns."""
     # The environment that checks our types has no SGLang.
     module: Any = importlib.import_module("sglang.srt.server_args")
     parse = module.prepare_server_args
 
-    def parse_and_set_key(argv: list[str]) -> Any:
+    def parse_and_set_key(argv: list[str]) -> object:
         settings = parse(argv)
         settings.api_key = api_key
         return settings

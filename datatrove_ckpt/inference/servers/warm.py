@@ -80,7 +80,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> str:
+def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
     """Hashes everything that the servers of a rank depend on, but the content of files.
 
     Args:
@@ -104,7 +104,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> str:
 
 
 def _keep(servers: ServerSet) -> bool:
-    """Makes these servers warm. False if that cannot be: then the caller must stop them."""
+    """False if the servers cannot be kept: then the caller must stop them."""
     with _state.lock:
         if servers.model in _state.warm or not any(server.is_running for server in servers.servers):
             return False
@@ -123,7 +123,7 @@ def _keep(servers: ServerSet) -> bool:
 
 @contextmanager
 def one_rank(shutdown: Shutdown) -> Iterator[None]:
-    """Around the whole run of a rank: a failure or a stop ends warm servers."""
+    """A failure or a stop of the rank ends warm servers."""
     try:
         yield
     except BaseException:
@@ -161,12 +161,12 @@ def _take_all() -> dict[str, ServerSet]:
 class RankModels:
     """What the models of a rank get of the node: the servers of the rank before, or leases for new ones.
 
-    It is found for all models at once: two ranks that each lease GPUs for one model while they wait for the other's
-    could wait for each other.
+    Found for all models at once: two ranks that each lease GPUs for one model while they wait for the other's could
+    wait for each other.
 
     Args:
         configs: of all models of the rank, in their order.
-        keeps: the servers may be those of the rank before, and pass on to the next one.
+        keeps: servers may come from the rank before, and pass on to the next one.
     """
 
     def __init__(self, configs: Sequence[InferenceConfig], rank: int, keeps: bool) -> None:
@@ -191,7 +191,7 @@ class RankModels:
         return warm.servers if warm else [], self._leases.pop(config.name, [])
 
     def keep(self, config: InferenceConfig, servers: list[InferenceServer]) -> bool:
-        """Keeps servers for the next rank. False if that cannot be: then the caller must stop them."""
+        """See ``_keep``."""
         settings = self._settings[config.name]
         return settings is not None and _keep(ServerSet(settings, self._rank, servers, config.name))
 

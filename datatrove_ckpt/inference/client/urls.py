@@ -86,6 +86,8 @@ class HiddenUrl:
         return Redactor(*_secrets_of(self._url), *((headers or {}).values()))
 
     def __repr__(self) -> str:
+        if not self._url.host:
+            return ""
         return str(self._url.with_user(None).with_query(None).with_fragment(None))
 
 

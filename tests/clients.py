@@ -1,4 +1,4 @@
-"""A client of servers that run already, without the check that they answer."""
+"""Clients: of the servers of a model, or of servers that run already, without the check that they answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from contextlib import asynccontextmanager
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
+from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.servers.host import ServerHost
+from datatrove_ckpt.process.shutdown import Shutdown
 
 
 @asynccontextmanager
@@ -23,8 +26,19 @@ async def client_of(
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[CompletionClient]:
     servers = ModelServers(config, clock)
-    servers.add_endpoints(urls, api_key)
+    hidden = [HiddenUrl(url) if isinstance(url, str) else url for url in urls]
+    servers.add_endpoints(hidden, Key(api_key) if isinstance(api_key, str) else api_key)
     try:
         yield CompletionClient(servers, sleep=sleep)
+    finally:
+        await servers.close()
+
+
+@asynccontextmanager
+async def lent_client(config: InferenceConfig) -> AsyncIterator[CompletionClient]:
+    servers = ServerHost(Shutdown())
+    try:
+        async with servers.lend(config, [config], 0, Sender(), lambda outage: None) as (client, _):
+            yield client
     finally:
         await servers.close()

@@ -239,7 +239,7 @@ def real_ready_window() -> None:
 def start_has_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the first answer may take seconds. Tests with a small patience mean later requests."""
     if "real_ready_window" not in request.fixturenames:
-        monkeypatch.setattr("datatrove_ckpt.inference.servers.connect.ready_window", lambda config: 60.0)
+        monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoints.ready_window", lambda config: 60.0)
 
 
 @pytest.fixture

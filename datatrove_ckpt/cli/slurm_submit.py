@@ -13,7 +13,7 @@ from pathlib import Path
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.common.formatting import all_are, plural
+from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
@@ -28,7 +28,7 @@ def script(executor: SlurmPipelineExecutor) -> str:
     """The sbatch script that would be submitted now. Creates no folder, unlike the executor."""
     ranks = executor.get_incomplete_ranks()
     if not ranks:
-        return f"# nothing to submit: {all_are(executor.tasks, 'task')} complete"
+        return f"# nothing to submit: {plural_is(executor.tasks, 'task')} complete"
     preview = copy.copy(executor)
     with tempfile.TemporaryDirectory() as folder:
         preview.slurm_logs_folder = folder
@@ -82,7 +82,7 @@ def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str)
         ) from error
     job = executor.array_id
     if job is None:
-        return f"Nothing was submitted: {all_are(executor.tasks, 'task')} complete."
+        return f"Nothing was submitted: {plural_is(executor.tasks, 'task')} complete."
     look = [f"squeue -j {job}", *(shlex.join(["datatrove-ckpt", "status", *one]) for one in what)]
     more = ""
     if executor.pulls:

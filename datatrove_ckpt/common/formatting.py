@@ -1,4 +1,4 @@
-"""Numbers and errors as text for people: counts, durations, sizes, ranges, packages to install; sizes from text."""
+"""Numbers and errors as text for people, and sizes from text."""
 
 from __future__ import annotations
 
@@ -23,51 +23,45 @@ _EXTRAS = {
     "PIL": "media",
 }
 
+_MOST_RUNS = 50
 _SIZES = {
     f"{unit}{i}": base**power for i, base in (("", 1000), ("I", 1024)) for power, unit in enumerate(("", *"KMGT"))
 }
 
 
 def plural(number: int, noun: str) -> str:
-    """A count with its noun: "1 chunk", "3 chunks"."""
+    """ "1 chunk", "3 chunks"."""
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}s"
 
 
 def plural_is(number: int, noun: str) -> str:
-    """The same as the subject of a sentence: "1 chunk is", "3 chunks are"."""
+    """ "1 chunk is", "3 chunks are"."""
     return f"{plural(number, noun)} {'is' if number == 1 else 'are'}"
 
 
-def all_are(number: int, noun: str) -> str:
-    """All of them as the subject of a sentence: "the task is", "all 3 tasks are"."""
-    if number == 1:
-        return f"the {noun} is"
-    return f"all {number} {noun}s are"
-
-
 def number_range(start: int, end: int) -> str:
-    """The numbers from ``start`` up to, not including, ``end``: "7", "7 to 9"."""
+    """The numbers before ``end``: "7", "7 to 9"."""
     if end - start <= 1:
         return f"{start}"
     return f"{start} to {end - 1}"
 
 
-def ranges(numbers: Iterable[int], most: int = 50) -> str:
-    """Numbers of ranks, runs of them as ranges, at most so many: "3-7, 9"."""
+def ranges(numbers: Iterable[int]) -> str:
+    """Runs of numbers: "3-7, 9"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:most]]
-    return ", ".join(shown) + (", ..." if len(runs) > most else "")
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RUNS]]
+    return ", ".join(shown) + (", ..." if len(runs) > _MOST_RUNS else "")
 
 
 def percent(share: float) -> str:
-    """A share of 1: "12.3 %". Only what is complete is 100 %."""
+    """ "12.3 %". Only what is complete is 100 %."""
     if share >= 1.0:
         return "100 %"
     return f"{min(share * 100, 99.9):.1f} %"
@@ -81,7 +75,7 @@ def figure(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """The same, and large numbers in short: "12,345", "123 k", "1.23 M"."""
+    """ "12,345", "123 k", "1.23 M"."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 100 * size or (value >= size and size > 1e3):
             return f"{figure(value / size)} {unit}"
@@ -95,7 +89,7 @@ def filled_cells(share: float, cells: int, rest: str = " ") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in a readable unit: "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
+    """ "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
     units = (("d", 86400.0, 2 * 86400.0), ("h", 3600.0, 3600.0), ("min", 60.0, 120.0), ("s", 1.0, 0.1))
     for unit, size, least in units:
         if seconds >= least:
@@ -104,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(size: float) -> str:
-    """Bytes in a readable unit, in steps of 1024: "64 kB", "1.5 GB"."""
+    """In steps of 1024: "64 kB", "1.5 GB"."""
     for unit, factor in (("TB", 2**40), ("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
         if size >= factor:
             return f"{_digits(size / factor)} {unit}"
@@ -112,7 +106,7 @@ def byte_size(size: float) -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """The bytes that "256MB" or "1.5 GiB" says; None: it says none."""
+    """The bytes that "256MB" or "1.5 GiB" says, or None."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) *([KMGT]I?|)B", text.strip().upper())
     if found:
         return int(float(found[1]) * _SIZES[found[2]])
@@ -120,21 +114,18 @@ def parse_bytes(text: str) -> int | None:
 
 
 def safe_text(value: object) -> str:
-    """``str(value)`` as text that every file and terminal takes. Never raises.
-
-    A user's ``__str__`` may raise, and its result may hold lone surrogates, which no encoding can write.
-    """
+    """``str(value)`` as text that every file and terminal takes. Never raises, whatever a user's ``__str__`` does."""
     return _safe(str, value)
 
 
 def forgotten_await(error: BaseException) -> str:
-    """A hint, with a space before it, for an error that a coroutine has caused in the place of its result; else ""."""
+    """A hint for an error that a coroutine in the place of its result has caused; else ""."""
     is_told = isinstance(error, AttributeError | TypeError) and "coroutine" in safe_text(error)
     return " (was `await` forgotten, as in `await generate(...)`?)" * is_told
 
 
 def safe_repr(value: object) -> str:
-    """``repr(value)``, for error messages. Never raises, and is at most 200 characters long."""
+    """``repr(value)``, for error messages. Never raises, and has at most 200 characters."""
     text = _safe(repr, value)
     if len(text) <= 200:
         return text
@@ -152,14 +143,13 @@ def _safe(convert: Callable[[object], str], value: object) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The error's class and message, without a full stop at the end, so that a sentence can go on after it."""
+    """The error's class and message, without a full stop at the end."""
     return f"{type(error).__name__}: {error}".rstrip(" .:")
 
 
 def missing_package(text: str) -> str | None:
-    """What to install, for a package's name or an error of another library that names one.
-
-    None if it is installed, or no extra of ours has it.
+    """What to install, for a package's name or a text that names one; None if it is installed, or no extra of ours has
+    it.
     """
     named = (name for name in _EXTRAS if re.search(rf"\b{name}\b", text))
     found = next((name for name in named if find_spec(name) is None), None)
@@ -169,7 +159,6 @@ def missing_package(text: str) -> str | None:
 
 
 def _digits(number: float) -> str:
-    """Two or three significant digits."""
     if number >= 100:
         return f"{number:.0f}"
     if number >= 10:
@@ -178,7 +167,7 @@ def _digits(number: float) -> str:
 
 
 def no_bars_in_logs() -> None:
-    """huggingface_hub, if it is used, draws progress bars for each file, also where standard error is a log."""
+    """huggingface_hub draws progress bars for each file, also where standard error is a log."""
     if "huggingface_hub" in sys.modules and not sys.stderr.isatty():
         from huggingface_hub.utils.tqdm import disable_progress_bars
 

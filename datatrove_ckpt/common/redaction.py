@@ -1,14 +1,11 @@
 """Secrets: which names and values are one, and values that no log, file, pickle or traceback shows.
 
-Also what a folder that datatrove opens may not hold: secrets among its options, variables in its path.
-
 loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value of each name on
-each line of a traceback, so a key in a plain ``str`` or a plain ``dict`` ends in a log file one day. The classes here
-print ``***``.
+each line of a traceback. The classes here print ``***``.
 
-One classifier decides, with two thresholds. Hiding a value costs little, so ``is_secret`` hides what may be one;
-refusing a job costs more, so ``is_surely_secret``, which says what no pickle takes along, is exact. It never finds
-more than ``is_secret``. What ``is_secret`` finds is hashed in ``run.json``, and old ones fit if it never finds less.
+One classifier has two thresholds. Hiding a value costs little, so ``is_secret`` hides what may be a secret; refusing a
+job costs more, so ``is_surely_secret`` is exact, and finds no more. What ``is_secret`` finds is hashed in ``run.json``,
+and old files fit if it never finds less.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import orjson
 import xxhash
@@ -39,7 +36,7 @@ MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 """An environment variable in a path."""
 _OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
-# Characters of a secret that a Redactor looks for: of one that we send, and of one that was found.
+# Least characters that a Redactor looks for, of a secret that we send, and of one that was found.
 _MIN_GIVEN = 4
 _MIN_FOUND = 8
 
@@ -52,23 +49,23 @@ _SURE_NAME = re.compile(
 _SECRET_NAME = re.compile(r"(^|[._ ])(key|(?<!per_)token)$", re.IGNORECASE)
 _MAYBE_NAME = re.compile(r"secret|passw|credential|cookie|keys?$|tokens?$", re.IGNORECASE)
 _SECRET_WORD = re.compile("key|secret|passw|credential|authorization|cookie|(?<!per_)token$", re.IGNORECASE)
-# Keys of OpenAI and those who copied its form, the model hub, AWS, Google, GitHub, Groq, GitLab, NVIDIA, Perplexity and
+# Of OpenAI and those who copied its form, the model hub, AWS, Google, GitHub, Groq, GitLab, NVIDIA, Perplexity and
 # Slack; JSON web tokens; HTTP's two schemes.
 _SECRET_VALUE = re.compile(
     r"\b(sk-[\w-]{12,}|hf_\w{12,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|gsk_\w{12,}|"
     r"(glpat|nvapi|pplx)-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|xox[a-z]-[\w-]{10,}|(?i:bearer|basic)\s+[\w.+/=~-]{8,})"
 )
-# A digit inside tells a key from the name of a function (hf_hub_download) and from a sentence ("basic understanding").
+# A digit tells a key from the name of a function (hf_hub_download) and from a sentence ("basic understanding").
 _SURE_VALUE = re.compile(
     r"\b(?=[\w-]*\d)(sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|"
     r"(glpat|nvapi|pplx)-[\w-]{16,}|github_pat_\w{20,}|gsk_\w{12,}|xox[a-z]-[\w-]{10,})|\b(?i:bearer|basic)\s+(?=\S*\d)[\w.+/=~-]{16,}"
 )
-# A user alone is a token with http (https://TOKEN@host), and a name elsewhere (sftp://me@host, abfs://container@host).
+# A user alone is a token with http (https://TOKEN@host), and a name elsewhere (sftp://me@host).
 _SURE_URL = re.compile(
     r"\b[a-z][\w+.-]*://[^\s/@:{}$<]*:[^\s/@{}$<]+@|\b([\w.-]+\+)?https?://[^\s/?#@{}$<]+@", re.IGNORECASE
 )
 _URL = re.compile(r"^\s*([a-z][\w+.-]*:)?//[^/?#]+@|://[^\s/?#]+@|://\[[^]]*$", re.IGNORECASE)
-# What opens a URL to its bearer: signatures of S3, Google and Azure, tokens and keys.
+# Signatures of S3, Google and Azure, tokens and keys: they open a URL to its bearer.
 _URL_SECRET = re.compile(
     r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Security-Token)|sig|signature|(?:access_)?token|api_?key|key)=)[^&#\s\"'<>]+",
     re.IGNORECASE,
@@ -77,11 +74,11 @@ _HASH = re.compile("hash (?:(scrypt|keyed-[0-9a-f]{8})-)?([0-9a-f]{32})")
 _PLACEHOLDER = re.compile(rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{_HASH.pattern}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _RUN = re.compile(r"[A-Za-z0-9+=]+")
-_MIN_GUESSED = 8  # characters of a value that only may be a secret, by its name
+_MIN_GUESSED = 8  # characters of a value that only its name makes a secret
 _MIN_SURE = 4
 _MIN_RUN = 12
-_LOOKED_AT = 300  # characters of a prompt: a request that fails must not cost more than one that does not
-# Storage options that hold a secret although their names do not end like one.
+_LOOKED_AT = 300  # characters of a prompt: a failed request must not cost more
+# Storage options with a secret and another kind of name.
 _SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
 
 
@@ -89,7 +86,7 @@ _SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
 def names_secret(name: str) -> bool:
     """Whether a value with this name is a secret: "api_key", "config.hf_token", "--auth-token"; not "max_tokens".
 
-    Exact, because what it says is acted on: such a storage option is refused, such a constant of a rollout is hashed.
+    Exact: such a storage option is refused, such a constant of a rollout is hashed.
     """
     name = name.replace("-", "_")
     return _SECRET_NAME.search(name) is not None or _SURE_NAME.search(name) is not None
@@ -97,17 +94,14 @@ def names_secret(name: str) -> bool:
 
 @functools.lru_cache(1024)
 def may_name_secret(name: str) -> bool:
-    """Whether a value with this name is not to be shown: as ``names_secret``, and every name that holds such a word.
-
-    For messages only, where hiding too much ("--keyboard") costs less than showing a secret ("--hftoken").
-    """
+    """Whether to hide a value with this name: hiding too much ("--keyboard") costs less than showing "--hftoken"."""
     return names_secret(name) or _SECRET_WORD.search(name) is not None
 
 
 def is_surely_secret(name: str, value: object) -> bool:
     """Whether a text is a secret that no pickle takes along, by its dotted name or its form.
 
-    What only sounds like one is not: "text_key", "eos_token", the name of a variable.
+    Not "text_key", "eos_token", the name of a variable.
     """
     if isinstance(value, bytes | bytearray):
         value = bytes(value).decode("latin-1")
@@ -139,19 +133,19 @@ def is_secret(name: str, value: object) -> bool:
     outer, _, last = name.rpartition(".")
     if outer.lower().endswith(("headers", "extra_query")) or _HASH.fullmatch(value):
         return True
-    # "keyword": "short" and "key_prompt": "Name the key." are none.
+    # Not "keyword": "short" and "key_prompt": "Name the key.".
     guessed = may_name_secret(last) and len(value) >= _MIN_GUESSED and value.isprintable() and " " not in value
-    named = last.endswith("_env")  # the name of a variable
+    named = last.endswith("_env")  # a variable's name
     return (guessed and not named) or _SECRET_VALUE.search(value) is not None or holds_credentials(value)
 
 
 def holds_credentials(url: str) -> bool:
-    """Whether a text holds a URL with a user or a password (``https://user:password@host``), or half a URL."""
+    """Whether a text holds a URL with a user or a password, or half a URL."""
     return _URL.search(url) is not None
 
 
 def secrets_among(name: str, value: object) -> Iterator[object]:
-    """The secrets in plain values. Of a long text the start is looked at. Objects hold none."""
+    """The secrets in plain values. Of a long text the start is looked at."""
     if is_secret(name, value[:_LOOKED_AT] if isinstance(value, str) else value):
         yield value
     elif isinstance(value, dict):
@@ -163,7 +157,7 @@ def secrets_among(name: str, value: object) -> Iterator[object]:
 
 
 def environment_secrets(is_one: Callable[[str, str], bool]) -> dict[str, str]:
-    """The secrets of this process's environment by variable. A path or a placeholder is none, whatever its name."""
+    """The secrets of this process's environment by variable."""
     return {name: value for name, value in os.environ.items() if _is_in_environment(is_one, name, value)}
 
 
@@ -175,9 +169,9 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
 
 
 def without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
-    """JSON values with a hash in the place of each secret, so that they can be written to a file, and compared.
+    """JSON values with a hash in the place of each secret, to be written and compared.
 
-    What has been replaced before stays as it is; a hash of an earlier release becomes one of today's.
+    A hash stays; that of an earlier release becomes one of today's.
 
     Args:
         found: the secrets of the environment; None: look.
@@ -196,9 +190,8 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
 def hashed(name: str, value: object) -> str:
     """The hash that stands for a secret: slow, and another one for each field, so that no list of words breaks it.
 
-    Where the mirror has a key, it is keyed, too. Ranks on many nodes, and the copies in a mirror, must come to the same
-    text, and no other key is on all of them. Each is made of the one before: the unsalted hash of earlier releases, the
-    slow one, the keyed one. So what was kept can be compared. A keyed one names its key: see ``same_value``.
+    Each kind is made of the one before, so that old hashes can be compared: the unsalted hash of earlier releases, the
+    slow one, and, where the mirror has a key, the keyed one, which names its key. Only that key is on all nodes.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
     kind = kept[1] if kept else None
@@ -217,16 +210,13 @@ def hashed(name: str, value: object) -> str:
 
 @functools.cache
 def _slow_hash(name: str, digest: str) -> str:
-    """Takes 50 ms and 16 MB, once for each password of a process; 6 ms for what is none, or chance."""
+    """Takes 50 ms and 16 MB, once for each password of a process; 6 ms for random keys."""
     cost = 2**14 if _SURE_NAME.search(name.replace("-", "_")) else 2**11
     return hashlib.scrypt(digest.encode(), salt=name.encode(), n=cost, r=8, p=1, dklen=16).hex()
 
 
 class Veil:
-    """Holds a value of the user's, and shows it without its secrets.
-
-    datatrove writes the attributes of a step to ``executor.json``; of an object that JSON does not know, its ``str``.
-    """
+    """Shows a value of the user's without its secrets: datatrove writes the attributes of a step to ``executor.json``."""
 
     __slots__ = ("name", "value")
 
@@ -242,7 +232,7 @@ class Veil:
 
 
 class Veiled:
-    """An attribute of a class, whose value is kept in a ``Veil``. A pickled object may hold the value itself."""
+    """An attribute whose value is kept in a ``Veil``. A pickled object may hold the value itself."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -263,7 +253,7 @@ class Veiled:
 
 
 def shown(name: str, value: object) -> Any:
-    """A value without its secrets: plain values and settings as they are, of everything else the name of the type."""
+    """A value without its secrets: plain values and settings, of everything else the name of the type."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):
@@ -281,26 +271,16 @@ def shown(name: str, value: object) -> Any:
 
 
 class Key:
-    """An API key."""
-
     __slots__ = ("_value",)
 
     def __init__(self, value: str) -> None:
         self._value = value
 
-    @classmethod
-    def wrap(cls, value: Self | str | None) -> Self | None:
-        """``value`` as a Key; None stays None."""
-        if isinstance(value, str):
-            return cls(value)
-        return value
-
     def reveal(self) -> str:
-        """The key itself. Never bind it to a name: tracebacks show the values of names."""
+        """Never bind the key to a name: tracebacks show the values of names."""
         return self._value
 
     def headers(self) -> HiddenDict:
-        """The HTTP header that carries the key."""
         return HiddenDict(Authorization=f"Bearer {self._value}")
 
     def __repr__(self) -> str:
@@ -314,25 +294,18 @@ class Key:
 
 
 class HiddenDict(dict[str, str]):
-    """A dict whose repr shows its keys only."""
-
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{name!r}: {HIDDEN}" for name in self) + "}"
 
 
 class HiddenBytes(bytes):
-    """Bytes whose repr shows nothing of them."""
-
     def __repr__(self) -> str:
         return HIDDEN
 
 
 class Redactor:
-    """Replaces secrets in text that comes from outside: servers quote the key or the URL that they were sent.
-
-    Also replaces the secrets of this process's environment (HF_TOKEN), what ``note_sent`` has noted, and signatures in
-    URLs, which ids of documents may be. A very short
-    value is left, because it is not secret, and text would become unreadable without it.
+    """Replaces secrets in text that comes from outside: those that we sent, those of the environment (HF_TOKEN), what
+    ``note_sent`` has noted, and signatures in URLs. A very short value is left: text would become unreadable.
     """
 
     __slots__ = ("_given",)
@@ -343,7 +316,7 @@ class Redactor:
 
     def __call__(self, text: str) -> str:
         found = [*map(Key.reveal, self._given), *environment_secrets(is_secret).values(), *_sent]
-        for secret in sorted(found, key=len, reverse=True):  # one may be a part of another
+        for secret in sorted(found, key=len, reverse=True):
             text = _quoted(secret).sub(HIDDEN, text)
         return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
 
@@ -361,9 +334,8 @@ redact = Redactor()
 
 
 def log_text(text: str) -> str:
-    """What foreign text becomes before it is logged or printed: no secret, no control character, no line of its own.
-
-    A server's answer, a file's name or an exception may hold line breaks, so each further line is indented.
+    """Foreign text for a log or a screen: no secret, no control character, no line of its own (further lines are
+    indented).
     """
     return printable(redact(text)).replace("\n", "\n  ")
 
@@ -373,26 +345,24 @@ _MOST_SENT = 200
 
 
 def note_sent(payload: object) -> None:
-    """Notes the secrets of a payload, such as its ``extra_headers``: errors may quote them. Keeps the latest 200."""
+    """Notes the latest 200 secrets of payloads: errors may quote them."""
     for secret in secrets_among("payload", payload):
         for text in (secret, secret.partition(" ")[2]) if isinstance(secret, str) else ():  # after "Bearer "
             if len(text) >= _MIN_FOUND and not _PLACEHOLDER.fullmatch(text):
-                _sent[text] = _sent.pop(text, None)  # at the end
+                _sent[text] = _sent.pop(text, None)
     while len(_sent) > _MOST_SENT:
         del _sent[next(iter(_sent))]
 
 
 class frames_cut:
-    """``with frames_cut():`` removes from an exception the frames of the libraries that the block has called.
-
-    aiohttp's frames hold URLs and headers in plain variables. An exception that passes through them, such as the
-    CancelledError of a timeout in a rollout, would carry them into a log. Our own frames stay, except this one.
+    """Removes from an exception the frames of the libraries that the block has called: aiohttp's hold URLs and headers
+    in plain variables, which a CancelledError would carry into a log.
     """
 
     __slots__ = ("_outer",)
 
     def __enter__(self) -> None:
-        self._outer = sys.exception()  # it belongs to the caller, and keeps its frames
+        self._outer = sys.exception()  # belongs to the caller, and keeps its frames
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -411,10 +381,8 @@ class frames_cut:
 
 
 class EnvironmentSecret:
-    """A secret that lives in this process's environment.
-
-    What gets copied, pickled, printed or written to ``executor.json`` is the name of the environment variable, which
-    child processes and cluster jobs inherit, never the value.
+    """A secret in this process's environment. What gets copied, pickled, printed or written is the name of the
+    variable, which child processes and cluster jobs inherit.
     """
 
     __slots__ = ("variable",)
@@ -424,10 +392,8 @@ class EnvironmentSecret:
         os.environ[self.variable] = value
 
     def reveal(self) -> str:
-        """The value.
-
-        Raises:
-            ConfigError: the environment variable did not reach this process.
+        """Raises:
+        ConfigError: the environment variable did not reach this process.
         """
         value = os.environ.get(self.variable)
         if value is None:
@@ -470,7 +436,7 @@ def check_options(options: object, url: str, where: str) -> None:
 
 
 def refuse_variables(setting: str, path: str) -> None:
-    """For a folder that datatrove opens: it expands a ``~`` at the beginning, and takes the rest as it is.
+    """For a folder that datatrove opens: it expands only a ``~`` at the beginning.
 
     Raises:
         ConfigError: there is a variable in the path, or another ``~``.

@@ -1,7 +1,7 @@
 """What errors of servers, S3, the hub and others mean, and when a call that failed is made again.
 
-To change a waiting time, or what a status means, change the row of the service in the table at the end. Most libraries
-below fsspec raise classes of their own, few of which are an ``OSError``. Only this module reads them.
+The table at the end has waiting times, and what a status means, for each service. Most libraries below fsspec raise
+classes of their own, which only this module reads.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote
 
 from loguru import logger
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, error_text
 from datatrove_ckpt.common.redaction import frames_cut
 from datatrove_ckpt.errors import (
@@ -42,7 +43,6 @@ from datatrove_ckpt.errors.doors import written
 
 T = TypeVar("T")
 
-# Another attempt cannot change these.
 _PERMANENT_ERRORS = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError, AttributeError)
 _LINK = re.compile(r"For more information check: https://\S+")  # httpx's, about the status
 _QUERY = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]+")
@@ -50,11 +50,11 @@ _LOG_IN = "log in (hf auth login, or export HF_TOKEN)"
 _OF_HUB = re.compile(
     r"/(?:api/)?(bucket|dataset|model|space)s/([^/?]+/[^/?]+?)(?:\.git)?(?:[/?]|$)|/api/(?:jobs/([^/?]+))?"
 )
-# Of requests that the hub refuses with a final status, and accepts a moment later.
+# The hub refuses these with a final status, and accepts them a moment later.
 _PASSING = re.compile(
     "commit has happened since|queue size|time in concurrency queue|lfs-verify|merkledb", re.IGNORECASE
 )
-# How the hub says when a limit that is used up starts anew: in a header, and in the text.
+# How the hub says when a limit starts anew: in a header, and in the text.
 _AT = re.compile(r'"[^"]*";r=(\d+);t=(\d+)')
 _IN_TEXT = re.compile(r"retry this action in (?:about )?(\d+|an?) (second|minute|hour)")
 _UNITS = {"second": 1, "minute": 60, "hour": 3600}
@@ -64,16 +64,14 @@ _STORAGE_ATTEMPTS = 5
 
 
 class FileSystemFailed(OSError):
-    """A library below fsspec raised an error that is no ``OSError``. ``__cause__`` is that error."""
+    """A library below fsspec raised ``__cause__``, which is no ``OSError``."""
 
 
 class file_system_call(frames_cut):
     """Put around calls into fsspec, and around nothing else: whatever the library raises leaves as an ``OSError``.
 
-    So ``except OSError`` retries or reports what a file system did, and a bug of ours surfaces at once. A list of error
-    classes instead would miss libraries: each has its own, such as ``aiohttp.ClientError``.
-
-    The libraries' frames are cut, because they hold tokens: a log with values would show HF_TOKEN.
+    So ``except OSError`` handles what a file system did, and a bug of ours surfaces. The libraries' frames are cut,
+    because they hold tokens.
 
     Raises:
         FileSystemFailed: for an error that is no ``OSError``.
@@ -90,12 +88,12 @@ class file_system_call(frames_cut):
 
 
 def failure_line(error: BaseException) -> str:
-    """What happened, in one line: what the hub refuses, and what to do about it; of other errors ``library_line``."""
+    """One line: what the hub refuses, and what to do about it; of other errors ``library_line``."""
     return hub_refusal(error) or library_line(error)
 
 
 def hub_refusal(error: BaseException) -> str | None:
-    """What the hub refuses until a person acts (token, rights, name), and how, in one line. None: other errors."""
+    """What the hub refuses until a person acts (token, rights, name), and how, in one line; or None."""
     for one in causes(error):
         response = getattr(one, "response", None)
         if not type(one).__module__.startswith("huggingface_hub") or response is None:
@@ -141,10 +139,9 @@ def naming_hub(setting: str) -> Iterator[None]:
 
 
 def library_line(error: BaseException) -> str:
-    """Class and message of the error as the library raised it, in one line.
+    """Class and message of the error as the library raised it, in one line, without links and URL signatures.
 
-    Without httpx's links to explanations, and the signatures in URLs of storages. huggingface_hub wraps what happened
-    to an upload in an error that only names the file: both are shown.
+    huggingface_hub wraps what happened to an upload in an error that only names the file: both are shown.
     """
     if isinstance(error, FileSystemFailed) and error.__cause__:
         found = error.__cause__
@@ -159,7 +156,7 @@ def library_line(error: BaseException) -> str:
 
 
 def is_permanent(error: BaseException | None) -> bool:
-    """Whether another attempt cannot succeed, whatever the HTTP status: no permission, no bucket, no credentials."""
+    """Whether another attempt cannot succeed, whatever the HTTP status."""
     return isinstance(_unwrapped(error), _PERMANENT_ERRORS) or lacks_credentials(error)
 
 
@@ -180,65 +177,78 @@ def lacks_bucket(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException | None) -> int | None:
-    """The HTTP status; None if the error holds none."""
     found = _unwrapped(error)
     places = (
         _s3_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode"),
         getattr(getattr(found, "response", None), "status_code", None),  # requests, httpx, huggingface_hub, azure-core
-        getattr(found, "status", None),  # aiohttp
+        getattr(found, "status", None),
         getattr(found, "code", None),  # gcsfs, google.api_core
     )
     return next((status for status in places if isinstance(status, int)), None)
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether an object was not created because there is one of its name."""
+    """Whether an object of the name exists already."""
     return isinstance(error, FileExistsError) or http_status(error) == 412
 
 
+WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit")
+
+
+def asked_wait(fields: Mapping[str, str]) -> float | None:
+    """The seconds that a server asks to wait, by the ``WAIT_FIELDS`` of its response; None if it asks nothing.
+
+    Args:
+        fields: the header, with names in lower case.
+    """
+    exact = _number(fields.get("retry-after-ms", ""))
+    if exact is not None:
+        return exact / 1000
+    after = fields.get("retry-after", "")
+    seconds = _number(after)
+    if seconds is not None:
+        return seconds
+    with suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    used_up = [float(until) for left, until in _AT.findall(fields.get("ratelimit", "")) if left == "0"]
+    return max(used_up, default=None)
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if math.isnan(number):
+        return None
+    return max(number, 0.0)
+
+
 def advised_seconds(error: BaseException) -> float | None:
-    """How long the server asks to wait; None if it does not say."""
+    """The wait that a server asks for in a header or in its text."""
     for one in causes(error):
-        headers = _headers(one)
-        advice = parse_retry_after(headers.get("retry-after", ""))
+        advice = asked_wait(_headers(one))
         if advice is not None:
             return advice
-        used_up = [float(seconds) for left, seconds in _AT.findall(headers.get("ratelimit", "")) if left == "0"]
-        if used_up:
-            return max(used_up)
     if match := _IN_TEXT.search(library_line(error)):
         return float(_UNITS[match[2]] * (int(match[1]) if match[1].isdigit() else 1))
     return None
 
 
-def parse_retry_after(value: str) -> float | None:
-    """The seconds that the header Retry-After asks to wait; None if it is missing or says nothing."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return None
-    if math.isnan(seconds):
-        return None
-    return max(seconds, 0.0)
-
-
 def _headers(error: BaseException) -> dict[str, str]:
-    """The headers of the HTTP response, with names in lower case; none if the error itself holds no response."""
+    """The header of the HTTP response, with names in lower case."""
     response = getattr(error, "response", None)
     places = (
-        response.get("ResponseMetadata", {}).get("HTTPHeaders") if isinstance(response, dict) else None,  # botocore
+        response.get("ResponseMetadata", {}).get("HTTPHeaders") if isinstance(response, dict) else None,
         getattr(response, "headers", None),  # requests, httpx, huggingface_hub, azure-core
-        getattr(error, "headers", None),  # aiohttp
+        getattr(error, "headers", None),
     )
     found = next((headers for headers in places if isinstance(headers, Mapping)), {})
     return {str(name).lower(): str(value) for name, value in found.items()}
 
 
-def _s3_response(error: BaseException | None) -> dict[str, Any]:
-    """S3's response as botocore parsed it from XML, hence ``Any``. s3fs raises Python's own errors from botocore's."""
+def _s3_response(error: BaseException | None) -> JsonObject:
+    """S3's response as botocore parsed it. s3fs raises Python's own errors from botocore's."""
     raised = _unwrapped(error)
     for found in (raised, getattr(raised, "__cause__", None)):
         response = getattr(found, "response", None)
@@ -248,7 +258,7 @@ def _s3_response(error: BaseException | None) -> dict[str, Any]:
 
 
 def _unwrapped(error: BaseException | None) -> BaseException | None:
-    """The error as the file system raised it. huggingface_hub wraps that of an LFS upload in a ``RuntimeError``."""
+    """The error as the file system raised it. huggingface_hub wraps one in a ``RuntimeError``."""
     while isinstance(error, FileSystemFailed) or type(error) is RuntimeError:
         if error.__cause__ is None:
             break
@@ -257,7 +267,7 @@ def _unwrapped(error: BaseException | None) -> BaseException | None:
 
 
 def _of_reading(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    """An error of which nothing is known stays: a damaged file would be read for minutes."""
+    """An unknown error stays: a damaged file would be read for minutes."""
     for one in causes(error):
         status = http_status(one)
         if status is not None:
@@ -269,8 +279,8 @@ def _of_reading(error: BaseException, retried: frozenset[int], failures: int) ->
 
 
 def _of_writing(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    """An error of which nothing is known may pass: libraries have many names for a lost connection."""
-    if s3_code(error) == "NoSuchUpload":  # it was aborted, or completed by an attempt whose answer got lost
+    """An unknown error may pass: libraries have many names for a lost connection."""
+    if s3_code(error) == "NoSuchUpload":  # aborted, or completed by an attempt whose answer got lost
         return True
     status = http_status(error)
     return not is_permanent(error) and (status is None or status in retried)
@@ -281,7 +291,7 @@ def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> boo
         return True
     url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
     if http_status(error) in (400, 401, 403) and url and "/api/" not in url and ".git/info/lfs" not in url:
-        # The storage refused content, not the hub: its signed URLs expire, and the next attempt gets new ones.
+        # The storage refused content, not the hub: its signed URLs expire.
         return failures <= _STORAGE_ATTEMPTS
     return isinstance(error, OSError) and _of_writing(error, retried, failures)
 
@@ -291,17 +301,16 @@ class RetryPolicy:
     """Which failures are worth another attempt, and how long to wait for it. Times are in seconds.
 
     The waits grow geometrically from ``first`` to ``longest``. ``jitter`` is the share of a wait that is random: 0 for
-    one caller, 1 ("full jitter") for thousands of requests that failed together and must not return together. See
-    M. Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015.
+    one caller, 1 ("full jitter") for thousands of requests that failed together (M. Brooker, "Exponential Backoff and
+    Jitter", AWS Architecture Blog, 2015).
 
     Attributes:
         retried: the HTTP statuses that another attempt may change.
-        limited: those of them that mean "not now". Waiting for them uses up ``limited_patience``, not ``patience``.
+        limited: those that mean "not now". They use up ``limited_patience``, not ``patience``.
         judge: whether an error may pass, from ``retried`` and the number of failures in a row.
         patience: how long calls may fail in a row.
-        longest_advice: Retry-After counts up to this. It never extends the patience.
-        spread: the share of an advised wait that is added by chance: ranks that were told the same moment must not
-            return together.
+        longest_advice: an advised wait counts up to this, and never extends the patience.
+        spread: the share of an advised wait that is added by chance.
         clock, sleep: replaced by tests.
     """
 
@@ -320,7 +329,7 @@ class RetryPolicy:
     sleep: Callable[[float], object] = time.sleep
 
     def wait(self, failures: int, advice: float | None = None) -> float:
-        """Seconds to wait after the ``failures``-th failure in a row, counted from 1. ``advice``: what was advised."""
+        """``failures``: in a row, counted from 1."""
         # The exponent is bounded: 2.0 ** 1100 overflows.
         longest = self.first * self.growth ** min(failures - 1, 100)
         grown = min(self.longest, longest) * random.uniform(1 - self.jitter, 1)
@@ -329,7 +338,6 @@ class RetryPolicy:
         return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
 
     def passes(self, error: BaseException, failures: int = 1) -> bool:
-        """Whether another attempt may succeed."""
         return self.judge(error, self.retried, failures)
 
     def run(
@@ -340,11 +348,10 @@ class RetryPolicy:
         meanwhile: str = "",
         sleep: Callable[[float], object] | None = None,
     ) -> T:
-        """The call's result. Repeats it while its errors may pass; raises the last one.
+        """Repeats the call while its errors may pass; raises the last one.
 
         Args:
             what: what failed, for a log line.
-            explain, meanwhile: see ``Attempts``.
             sleep: instead of the policy's, for calls that can be stopped.
         """
         attempts = Attempts(self, explain, meanwhile)
@@ -362,8 +369,7 @@ class Attempts:
     """Calls of one kind in a row, of which some fail.
 
     Args:
-        explain: what a log line says about an error.
-        meanwhile: the same about what goes on during a wait.
+        explain, meanwhile: what a log line says about an error, and about the time of a wait.
     """
 
     def __init__(
@@ -428,15 +434,14 @@ REJECTED = frozenset({400, 413, 414, 422, 431})
 BUSY = frozenset({502, 503, 504, 529})
 """With these it says that it is overloaded or not ready: they are no sign that it is dead."""
 
-# Until an endpoint answers for the first time; until a server of ours is ready, which is found ready at most a fifth
-# later than it was; after a start that failed, whose resources (GPU memory, above all) take a moment to become free;
-# before a server that died is restarted.
+# Until an endpoint answers; until a server of ours is ready; after a failed start, whose GPU memory takes a moment to
+# become free; before a server that died is restarted.
 ENDPOINT = RetryPolicy(first=0.25, longest=5.0)
 READY = RetryPolicy(first=0.05, longest=math.inf, growth=1.2)
 RELAUNCH = RetryPolicy(first=1.0, longest=1.0)
 RESTART = RetryPolicy(first=1.0, longest=60.0)
 
-# Input on S3, the hub and others. The libraries below retry for half a minute. A rank that ends gives its GPU back.
+# Input on S3, the hub and others. A rank that ends gives its GPU back.
 READING = RetryPolicy(
     retried=frozenset({408, 425, 429, 500, 502, 503, 504, *range(520, 525)}),
     limited=frozenset({429}),
@@ -450,12 +455,12 @@ READING = RetryPolicy(
 OPENING = replace(READING, patience=60.0)
 """The first look of a job: then a network that is not there is likelier than an outage that ends."""
 
-# Output on S3 and others. Generation continues meanwhile, until ``MAX_PUBLISHING`` chunks wait.
+# Output on S3 and others. Generation continues meanwhile.
 STORAGE = RetryPolicy(
     retried=_ALL - {401, 403, 404, 405, 501}, patience=300.0, first=0.5, longest=20.0, jitter=0.5, longest_advice=300.0
 )
 
-# Output on the Hugging Face hub; and what is asked of it before and after generation, when nothing else goes on.
+# Output on the hub; and what is asked of it before and after generation.
 HUB = RetryPolicy(
     retried=STORAGE.retried - {400, 410, 413, 422},
     limited=frozenset({429}),
@@ -472,13 +477,13 @@ MIRROR = RetryPolicy(first=1.0, longest=16.0)
 
 
 def code_of_rank(error: BaseException) -> int:
-    """The exit code of a rank or worker that an error stopped: what a scheduler must know, as Kubernetes does.
+    """The exit code of a rank or worker that an error stopped, for a scheduler such as Kubernetes.
 
-    2 stops all, 3 this one; 143 starts it again, as often as it comes. 1 may pass: it starts it again, for a few times.
+    2 stops all, 3 this one; 143 starts it again, as often as it comes; 1 starts it again, for a few times.
     """
-    if isinstance(error, Preempted):  # by a time limit or a notice
+    if isinstance(error, Preempted):  # a time limit or a notice
         return 128 + signal.SIGTERM
-    if READING.passes(error):  # the hub, or S3, is away: that may show as ConfigError, or as InputError
+    if READING.passes(error):  # the hub, or S3, is away
         return 1
     if isinstance(error, ConfigError | CheckpointMismatch):
         return 2

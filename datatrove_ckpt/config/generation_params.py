@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
 
 import orjson
 from loguru import logger
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
@@ -18,12 +19,12 @@ from datatrove_ckpt.errors.doors import written
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
-# What vLLM, SGLang, llama.cpp and OpenAI all refuse. Upper limits of the temperature differ.
+# All servers refuse these. Upper limits of the temperature differ.
 _RANGES = {"temperature": (0.0, math.inf), "top_p": (0.0, 1.0)}
 _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
-# A header field, but none that says how the body is to be read.
+# A header field, unless it says how the body is to be read.
 _FIELD = re.compile(r"(?ai)(?!(accept-encoding|content-length|transfer-encoding):)[!#$%&'*+.^`|~\w-]+: [\t -~]*")
-# Of vLLM, SGLang, llama.cpp and OpenAI: those that people set, and those whose names are like one of them.
+# Of vLLM, SGLang, llama.cpp and OpenAI: those that people set, and those with similar names.
 _KNOWN = frozenset(
     """
     add_generation_prompt add_special_tokens allowed_token_ids bad_words best_of cache_salt chat_template
@@ -39,9 +40,8 @@ _KNOWN = frozenset(
 )
 
 
-def merged(payload: dict[str, Any], key: str = "payload") -> tuple[dict[str, Any], dict[str, HiddenDict]]:
-    """The body that a payload stands for, and its ``extra_headers`` and ``extra_query``, all as the OpenAI client sends
-    them: the keys of ``extra_body`` come last, and replace equal ones.
+def merged(payload: JsonObject, key: str = "payload") -> tuple[JsonObject, dict[str, HiddenDict]]:
+    """The body of a payload, and its ``extra_headers`` and ``extra_query``, as the OpenAI client sends them.
 
     Raises:
         ConfigError: one of the three cannot be sent. ``key`` is what the payload is called there.
@@ -71,14 +71,9 @@ def merged(payload: dict[str, Any], key: str = "payload") -> tuple[dict[str, Any
     return body, extras
 
 
-def refuse_unsendable(value: object, key: str = "payload", default: Any = None) -> None:
-    """Refuses what JSON cannot express.
-
-    Args:
-        default: of orjson.
-
-    Raises:
-        ConfigError: it begins with the key of the first such value.
+def refuse_unsendable(value: object, key: str = "payload", default: Callable[[object], object] | None = None) -> None:
+    """Raises:
+    ConfigError: JSON cannot express the value; begins with the key of the first such part.
     """
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
@@ -94,7 +89,7 @@ def refuse_unsendable(value: object, key: str = "payload", default: Any = None) 
 
 
 def warn_of_unknown(params: dict[str, object]) -> None:
-    """Warns of each parameter that looks like a known one, once for each name."""
+    """Warns once of each parameter that looks like a known one."""
     if not _KNOWN.issuperset(params):
         for name in params:
             _warn(str(name))
@@ -113,10 +108,10 @@ def _warn(name: str) -> None:
 
 
 def check_generation_params(key: str, params: object) -> None:
-    """Refuses parameters with which no request can succeed. ``key`` names the setting in the error.
+    """``key`` names the setting in the error.
 
     Raises:
-        ConfigError: they are no JSON object, ask for a stream, or have a number that no server takes.
+        ConfigError: no request can succeed with these parameters.
     """
     if not isinstance(params, dict):
         raise ConfigError(f"{written(key)}: {params!r} is not a mapping of payload keys to values.")

@@ -11,16 +11,17 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
-from datatrove_ckpt.config.ways import VLLM_WAYS, WayTo
+from datatrove_ckpt.config.ways import WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
 
@@ -93,8 +94,7 @@ class InferenceConfig:
         ConfigError: a value that cannot work.
     """
 
-    # datatrove's fields, in datatrove's order
-    # ``Any`` in two of them, because their values are what users wrote in Python or YAML.
+    # datatrove's fields, in datatrove's order. ``Any`` for values that users wrote in Python or YAML.
     server_type: ServerType
     model_name_or_path: str
     model_max_context: int = 8192
@@ -105,12 +105,12 @@ class InferenceConfig:
     tp: int = 1
     dp: int = 1
     pp: int = 1
-    default_generation_params: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold a header's key
+    default_generation_params: JsonObject = field(default_factory=dict, repr=False)  # may hold a header's key
     rollouts_per_document: int = 1
     max_concurrent_generations: int | Literal["auto"] = 500
     max_concurrent_documents: int | None = None
     request_timeout: float | None = None
-    model_kwargs: dict[str, Any] | None = None
+    model_kwargs: JsonObject | None = None
     server_log_folder: str | None = None
     master_port: int = 9810
     server_start_timeout_sec: float = 60.0
@@ -133,10 +133,10 @@ class InferenceConfig:
     texts_per_request: int = 1
     gpus: int | None = None
 
-    # No fields: they tell a model of a run with several models about the others. See ``models.py``.
+    # No fields: they tell a model of several about the others. See ``models.py``.
     name = ""
-    models = tuple[str, ...]()  # the names of all
-    neighbours = 0  # servers of the other models that share the cores with these
+    models = tuple[str, ...]()
+    neighbours = 0  # other models' servers on these cores
     limits_documents = False  # max_concurrent_documents was given
 
     def __post_init__(self) -> None:
@@ -153,8 +153,8 @@ class InferenceConfig:
             )
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
-        # The key between the nodes of the tasks that this process submits. Not on a node of a task: each would make
-        # another one.
+        # The key between the nodes of the tasks that this process submits. On a node of a task, each would make another
+        # one.
         if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(LINK_KEY_VARIABLE):
             os.environ[LINK_KEY_VARIABLE] = secrets.token_hex(32)
 
@@ -180,33 +180,29 @@ class InferenceConfig:
                     f'max_concurrent_generations: {self.max_concurrent_generations!r} is not a number or "auto".'
                 )
             if self.engine.metrics is None:
-                with_metrics = ", ".join(engine.name for engine in ENGINES.values() if engine.metrics is not None)
+                with_metrics = engines_where(lambda engine: engine.metrics is not None)
                 raise ConfigError(
                     f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
                     f"({with_metrics}). For server_type {self.server_type!r}, set a number."
                 )
         if self.server_python is not None and not self.engine.takes_interpreter:
-            takers = ", ".join(engine.name for engine in ENGINES.values() if engine.takes_interpreter)
+            takers = engines_where(lambda engine: engine.takes_interpreter)
             raise ConfigError(f"server_python: is for {takers} only; remove it.")
         if not isinstance(self.accept_null_finish_reason, bool):
             raise ConfigError("accept_null_finish_reason: takes true or false.")
         if self.accept_null_finish_reason and self.engine.is_known:
-            unknown = ", ".join(engine.name for engine in ENGINES.values() if not engine.is_known)
+            unknown = engines_where(lambda engine: not engine.is_known)
             raise ConfigError(
                 f"accept_null_finish_reason: is for {unknown} only, because the other servers give one; remove it."
             )
 
     def _check_numbers(self) -> None:
-        for name, rule in _MINIMA.items():
+        for rule, name in ((rule, name) for rule, names in _MINIMA.items() for name in names):
             value = getattr(self, name)
             default = type(self).__dataclass_fields__[name].default
             if (value is None and default is None) or (value == "auto" and name == "max_concurrent_generations"):
                 continue
-            if rule == "> 0":
-                is_right = value > 0
-            else:
-                is_right = value >= int(rule[-1])
-            if not is_right:
+            if value < int(rule[-1]) or (value == 0 and rule == "> 0"):
                 raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
@@ -241,7 +237,7 @@ class InferenceConfig:
 
     @property
     def endpoint_urls(self) -> list[str]:
-        """The endpoint's URLs as a list, with ``${NAME}`` not replaced."""
+        """With ``${NAME}`` not replaced."""
         if isinstance(self.endpoint_url, str):
             urls = [self.endpoint_url]
         else:
@@ -250,47 +246,45 @@ class InferenceConfig:
 
     @property
     def said(self) -> str:
-        """What stands before a message about one of several models: "judge: "."""
+        """Stands before a message about one of several models: "judge: "."""
         if self.name:
             return f"{self.name}: "
         return ""
 
     def server_name(self, server: int | str) -> str:
-        """Of one of its servers, within the rank: "0", or "judge 0"."""
+        """Within the rank: "0", or "judge 0"."""
         return f"{self.name} {server}".lstrip()
 
     @property
     def gpus_each(self) -> int:
-        """How many GPUs one of the servers gets, where they are divided."""
+        """GPUs of one server, where they are divided."""
         if self.gpus is None:
             return self.engine.gpus_per_server(self)
         return self.gpus // self.replicas
 
     @property
     def servers(self) -> int:
-        """How many servers a task sends requests to: those that it launches, or the endpoint's URLs."""
+        """The servers that a task launches, or the endpoint's URLs."""
         if self.server_type == "endpoint":
             return len(self.endpoint_urls)
         return self.replicas
 
     @property
     def server_drain_sec(self) -> float:
-        """Seconds that a server has to finish its requests after a SIGTERM that did not come from its runner.
-
-        Slurm sends SIGTERM to all processes of a task, and SIGKILL after KillWait (30 s). A runner that drains needs
-        the server until Slurm kills the job.
+        """Seconds that a server has to finish its requests after Slurm's SIGTERM to all processes of a task. SIGKILL
+        comes after KillWait (30 s), and a runner that drains needs the server until then.
         """
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
     def texts_for(self, requests: int) -> int:
-        """How many rollouts in work keep so many requests in flight, if each waits for a text."""
+        """How many rollouts keep so many requests in flight."""
         return max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
 
     def endpoint_api_key(self) -> Key | None:
         """The key for the endpoint, or None.
 
         Raises:
-            ConfigError: ``api_key_env`` names a variable that is not set, or the key cannot be sent in a header.
+            ConfigError: the variable of ``api_key_env`` is not set, or the key cannot be sent in a header.
         """
         if self.api_key_env is not None:
             key = Key(os.environ.get(self.api_key_env, ""))
@@ -313,41 +307,43 @@ class InferenceConfig:
 
     @classmethod
     def from_datatrove(cls, config: object) -> InferenceConfig:
-        """The same settings as in a datatrove ``InferenceConfig``, so that users change one import line only."""
+        """The same settings as in a datatrove ``InferenceConfig``."""
         known = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
-_MOST_TEXTS = 10_000  # each is a document in memory
+_MOST_TEXTS = 10_000
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 _MINIMA = {
-    "model_max_context": "> 0",
-    "metric_interval": "> 0",
-    "request_timeout": "> 0",
-    "server_start_timeout_sec": "> 0",
-    "server_ready_delay_sec": "> 0",
-    "server_stop_timeout_sec": "> 0",
-    "hang_timeout": "> 0",
-    "server_patience_seconds": "> 0",
-    "tp": ">= 1",
-    "dp": ">= 1",
-    "pp": ">= 1",
-    "rollouts_per_document": ">= 1",
-    "max_concurrent_generations": ">= 1",
-    "max_concurrent_documents": ">= 1",
-    "server_ready_max_attempts": ">= 1",
-    "request_max_attempts": ">= 1",
-    "replicas": ">= 1",
-    "texts_per_request": ">= 1",
-    "gpus": ">= 0",
-    "server_start_max_retries": ">= 0",
-    "server_max_restarts": ">= 0",
+    "> 0": (
+        "model_max_context",
+        "metric_interval",
+        "request_timeout",
+        "server_start_timeout_sec",
+        "server_ready_delay_sec",
+        "server_stop_timeout_sec",
+        "hang_timeout",
+        "server_patience_seconds",
+    ),
+    ">= 1": (
+        "tp",
+        "dp",
+        "pp",
+        "rollouts_per_document",
+        "max_concurrent_generations",
+        "max_concurrent_documents",
+        "server_ready_max_attempts",
+        "request_max_attempts",
+        "replicas",
+        "texts_per_request",
+    ),
+    ">= 0": ("gpus", "server_start_max_retries", "server_max_restarts"),
 }
 
 
-def _check_flags(flags: dict[str, Any]) -> None:
-    """Raises ConfigError if a flag of the server is a secret: every user of the node can read command lines."""
+def _check_flags(flags: JsonObject) -> None:
+    """Raises ConfigError if a flag is a secret: every user of the node can read command lines."""
     for name in flags:
         # Models have tokens, too: "<|end|>", "[SEP]".
         if names_secret(name) and isinstance(flags[name], str) and not flags[name].startswith(("<", "[")):
@@ -358,7 +354,7 @@ def _check_flags(flags: dict[str, Any]) -> None:
 
 
 def _check_url(url: Key) -> None:
-    """Raises ConfigError if the URL cannot be used, or holds a secret: the config is written to ``executor.json``."""
+    """Raises ConfigError if the URL cannot be used, or holds a secret: ``executor.json`` has the config."""
     # A variable is checked where the task runs.
     if not (url.reveal().startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url.reveal())):
         raise ConfigError(
@@ -385,24 +381,16 @@ def _check_url(url: Key) -> None:
         )
 
 
-# What an engine is: all that differs between the servers of a run. Each engine is one file in ``engines``.
-#
-# An engine is a subclass of ``Engine`` with its differences: command line, metrics, known causes in logs, GPUs, request
-# fields for structured output. ``inference.servers`` starts, watches and stops all engines alike. Three rules hold for
-# every command line:
-#
-# - the server listens on 127.0.0.1, on a port that we choose;
-# - its API key is passed in the environment, never in argv, which every user of the machine can read;
-# - ``model_kwargs`` come last and override our flags, except for the address and the key, which they may not name.
+# What an engine is: all that differs between the servers of a run. Three rules hold for every command line: the server
+# listens on 127.0.0.1, on a port that we choose; its API key is in the environment, never in argv, which every user of
+# the machine can read; ``model_kwargs`` come last and override our flags, except for the address and the key.
 
 
 HOST = "127.0.0.1"
 API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"
 
-# ``model_kwargs``. ``Any``, because its values are what users wrote in Python or YAML.
 Kwargs = Mapping[str, Any]
 FormValue: TypeAlias = Any  # a JSON schema, a text, or a list of texts
-FormFields: TypeAlias = dict[str, Any]  # keys of a payload
 
 
 @dataclass(frozen=True)
@@ -412,7 +400,7 @@ class EngineCommand:
     Attributes:
         argv: the command line; holds no secret.
         env: additions to the environment; may hold the API key, so it is never shown.
-        takes_key: whether the server checks the API key it was given.
+        takes_key: the server checks the API key.
     """
 
     argv: tuple[str, ...]
@@ -422,11 +410,11 @@ class EngineCommand:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes that serve one model together, as datatrove's executors name them in the environment.
+    """The nodes that serve one model together.
 
     Attributes:
         rank: this node's number; 0 is the head node.
-        hosts: host names or addresses of all nodes, the head node's first.
+        hosts: of all nodes, the head node's first.
     """
 
     rank: int = 0
@@ -451,11 +439,7 @@ SINGLE_NODE = Nodes()
 
 @dataclass(frozen=True)
 class Launch:
-    """What a command line is made of.
-
-    Attributes:
-        found: what ``Engine.find`` has returned.
-    """
+    """``found``: what ``Engine.find`` has returned."""
 
     config: InferenceConfig
     found: str | None
@@ -483,10 +467,7 @@ class Launch:
 
 
 class MetricNames(NamedTuple):
-    """The names at /metrics. ``tokens``: counters that grow while the engine works.
-
-    Prompt tokens count, too: a long prompt can take longer than ``hang_timeout``.
-    """
+    """The names at /metrics. ``tokens``: counters that grow while the engine works, at a long prompt, too."""
 
     running: str
     waiting: str
@@ -496,12 +477,7 @@ class MetricNames(NamedTuple):
 
 @dataclass(frozen=True)
 class Cause:
-    """A known reason for a failed start.
-
-    Attributes:
-        text: what happened and what to do.
-        permanent: another attempt with the same command cannot succeed.
-    """
+    """A known reason for a failed start. ``permanent``: another attempt cannot succeed."""
 
     text: str
     permanent: bool = False
@@ -522,8 +498,9 @@ class Engine:
     Attributes:
         package: the Python package it needs, which our extra of the engine's name installs; "": none.
         takes_interpreter: ``server_python`` may start it.
-        is_known: which program answers is known. Another one may give no finish_reason and have no /health, and nobody
-            knows its request fields for structured output.
+        is_known: which program answers is known. Another one may give no finish_reason, and nobody knows its request
+            fields for structured output.
+        health_path: of the URL that answers 5xx, or nothing, when the server is dead.
         is_canned: its answers are canned: no model made them.
         leases_gpus: ranks on one node share out their GPUs by locks.
         cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
@@ -531,6 +508,7 @@ class Engine:
         metrics: None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is missing it lacks.
+            ``inference.client.typed_answers`` must know the form of the answers.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
         address_flags: of its address and key, which ``model_kwargs`` may not name.
@@ -541,12 +519,13 @@ class Engine:
     package: ClassVar[str] = ""
     takes_interpreter: ClassVar[bool] = False
     is_known: ClassVar[bool] = True
+    health_path: ClassVar[str] = "health"
     is_canned: ClassVar[bool] = False
     leases_gpus: ClassVar[bool] = False
     cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
-    ways: ClassVar[Mapping[str, WayTo]] = VLLM_WAYS
+    ways: ClassVar[Mapping[str, WayTo]] = {}
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")
@@ -574,7 +553,7 @@ class Engine:
     )
 
     def check(self, config: InferenceConfig) -> None:
-        """Raises ConfigError for settings with which it cannot start, such as an address in ``model_kwargs``."""
+        """Raises ConfigError for settings with which it cannot start."""
         for name in config.model_kwargs or {}:
             if dashed(name) in self.address_flags:
                 raise ConfigError(
@@ -583,7 +562,7 @@ class Engine:
                 )
 
     def find(self, config: InferenceConfig) -> str | None:
-        """What ``command`` needs of this machine: a path, or None. Checks that the engine is installed.
+        """A path that ``command`` needs, or None. Checks that the engine is installed.
 
         Raises:
             ServerStartFailed: it is not; the message says what to install.
@@ -594,11 +573,11 @@ class Engine:
         return None
 
     def command(self, launch: Launch) -> EngineCommand:
-        """The command line. A pure function."""
+        """A pure function."""
         raise NotImplementedError
 
     def launch(self, config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
-        """How to launch a server. Checks first that the engine and its files are there.
+        """How to launch a server.
 
         Raises:
             ConfigError, ServerStartFailed: see ``find``.
@@ -609,7 +588,7 @@ class Engine:
         return self.command(Launch(config, self.find(config), port, api_key, nodes))
 
     def gpus_per_server(self, config: InferenceConfig) -> int:
-        """How many GPUs one server needs: tp * dp * pp, unless model_kwargs says otherwise."""
+        """tp * dp * pp, unless model_kwargs says otherwise."""
         given = dashed_names(config.model_kwargs)
 
         def size(default: int, *names: str) -> int:
@@ -622,12 +601,11 @@ class Engine:
             return tp * pp
         return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 
-    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
+    def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         """The payload keys that make it keep to a form, or why there are none. By default those of OpenAI's API.
 
         Args:
             kind: "json_schema", "regex" or "choice".
-            value: a dict, a text, or a list of texts.
         """
         if kind == "json_schema":
             return {"response_format": {"type": kind, kind: {"name": "answer", "schema": value, "strict": True}}}
@@ -641,7 +619,7 @@ class Engine:
         """Why ``generate`` has no such method with this engine; "" if it has."""
         if way in self.ways:
             return ""
-        having = ", ".join(each.name for each in ENGINES.values() if way in each.ways)
+        having = engines_where(lambda engine: way in engine.ways)
         return f"server_type {self.name!r} has no generate.{way}; these have: {having}"
 
     def require_package(self) -> None:
@@ -653,7 +631,6 @@ class Engine:
 
 
 def usable_cores() -> int:
-    """How many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))  # a Slurm task is bound to its share of the node
     return os.cpu_count() or 1
@@ -665,7 +642,7 @@ _DEV = Path("/dev")
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; empty if there are none."""
+    """As CUDA_VISIBLE_DEVICES names them; empty if there are none."""
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
@@ -681,7 +658,7 @@ def arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:
 
 
 def flag(name: str, value: object, *, joined: bool = False) -> tuple[str, ...]:
-    """One flag as argv, in datatrove's mapping. ``joined`` gives ``--name=value``, which a value like "-1" needs."""
+    """One flag as argv, in datatrove's mapping. ``joined``: ``--name=value``, which a value like "-1" needs."""
     if value is None:
         return ()
     if value is True:
@@ -707,3 +684,7 @@ def dashed_names(kwargs: Kwargs | None) -> Kwargs:
 
 ENGINES: dict[str, Engine] = {}
 """By ``server_type``. ``config.engines`` fills it."""
+
+
+def engines_where(is_one: Callable[[Engine], bool]) -> str:
+    return ", ".join(engine.name for engine in ENGINES.values() if is_one(engine))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import may_name_secret
 from datatrove_ckpt.errors import ConfigError
 
@@ -47,7 +47,7 @@ class KubernetesJob:
     secrets: list[str] | None = None
     env: dict[str, str] | None = None
     volumes: dict[str, str] | None = None
-    pod: dict[str, Any] | None = None
+    pod: JsonObject | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("gpus", 0), ("grace_seconds", 1), ("backoff", 0)):
@@ -68,6 +68,6 @@ class KubernetesJob:
             raise ConfigError(f"pod: {field}: is set by this command. Remove it.")
 
     def is_kept(self, folder: str) -> bool:
-        """Whether a folder outlives the pod: it has a URL, or is on a volume."""
+        """Whether a folder outlives the pod."""
         path = Path(folder).absolute()
         return "://" in folder or any(path.is_relative_to(mount) for mount in (self.volumes or {}).values())

@@ -1,7 +1,6 @@
 """Several models in one rollout: ``config={"writer": InferenceConfig(...), "judge": InferenceConfig(...)}``.
 
-The first one is the rollout's ``generate``, and gives the settings that a rank has once. The others are
-``generate.judge`` and so on. Each has its own servers.
+The first one is the rollout's ``generate``, the others are ``generate.judge`` and so on. Each has its own servers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from datatrove_ckpt.config.inference_config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
-# What ``generate`` has, and what the fields of other parts of a run's identity begin with.
+# Taken by ``generate``, or by fields of a run's identity.
 _OF_GENERATE = "classify count_finished cut_off embed empty failed last_hash last_payload score tokens"
 _OF_CODE = "imports output_writer rollout_fn shared_context uses"
 _OF_IDENTITY = f"identity_version metadata_key models records_per_chunk rollout_version tasks {_OF_CODE}"
@@ -25,9 +24,8 @@ _OF_THE_RANK = ("rollouts_per_document", "metric_interval")
 
 
 def models_of(config: InferenceConfig | Mapping[str, InferenceConfig]) -> dict[str, InferenceConfig]:
-    """The models by their names, in their order. A single one, without a name, has the name "".
-
-    Of several models these are copies, which know their names.
+    """The models by their names, in their order; a single one may have the name "". Several are copies, which know
+    their names.
 
     Raises:
         ConfigError: a name or a setting cannot be one.

@@ -16,7 +16,7 @@ from datatrove_ckpt.errors.doors import written
 def expand_path(setting: str, path: str) -> Path:
     """The path on this node: ``~``, ``$NAME`` and ``${NAME}`` as in a shell, then absolute.
 
-    To be called where the task runs: on another node a variable may have another value.
+    Call it where the task runs: on another node a variable may have another value.
 
     Raises:
         ConfigError: a variable is not set here, or there is no such home folder.
@@ -45,7 +45,6 @@ def existing_part(path: Path) -> Path:
 
 
 def start_command(given: Sequence[str]) -> str:
-    """The command that runs a job, named by its file, if there is one, and what stands behind it."""
     return shlex.join(["datatrove-ckpt", "run", *given])
 
 

@@ -1,39 +1,39 @@
 """The errors of this package. Each message says what happened, where, and what to do next.
 
 CkptError
-├── ConfigError                a setting that cannot work; names the key, its value and what is allowed
+├── ConfigError
 ├── CheckpointError
-│   ├── CheckpointCorrupt      a checkpoint file has a content that no crash can leave; names file and line
-│   ├── CheckpointMismatch     the checkpoint belongs to another run, or the input changed
-│   │   └── VersionMismatch    another version of this package wrote it, and this one cannot read it; names that version
-│   ├── OutputMismatch         the output folder does not hold what the checkpoint says, and nothing else
+│   ├── CheckpointCorrupt      no crash can leave such a file
+│   ├── CheckpointMismatch     another run, or a changed input
+│   │   └── VersionMismatch    another version of this package
+│   ├── OutputMismatch         the output folder differs from the checkpoint
 │   ├── CheckpointLocked       another process works on this rank
-│   │   └── Fenced             another process took over this rank while this one was running
-│   └── StorageFailed          the disk refused a write, a sync or a rename
-├── InputError                an input file is damaged or cut off, or holds no document; names the file
+│   │   └── Fenced             another process took over this rank
+│   └── StorageFailed
+├── InputError                 a damaged input file, or one without documents
 ├── DocumentError
-│   ├── DocumentFailed         a rollout raised, or one of its requests could not be answered
-│   ├── DocumentNotSerializable  a document holds a value that cannot be kept or written
-│   ├── InvalidFileName        a document's metadata gives a file name that no output file can have
-│   ├── TooManyDeadLetters     more documents failed than max_dead_letters allows
+│   ├── DocumentFailed
+│   ├── DocumentNotSerializable
+│   ├── InvalidFileName
+│   ├── TooManyDeadLetters
 │   └── OutputFailed           a finished chunk could not be written or published
-├── TooManyOpenFiles           the limit on open files was reached (ulimit -n)
-├── UnexpectedExit             code that the rank ran called sys.exit, or raised KeyboardInterrupt and the like
-├── GivenUp                    tasks that no process tries again before somebody corrects their cause
-├── WorkerDied                 the worker processes of some tasks were killed, or could not be started
-├── Preempted                  stopped early by a signal or by the job's time limit; the same command resumes
+├── TooManyOpenFiles           ulimit -n
+├── UnexpectedExit             sys.exit in code that the rank ran
+├── GivenUp                    tasks wait until somebody corrects their cause
+├── WorkerDied
+├── Preempted                  the same command resumes
 ├── ServerError
-│   ├── ServerStartFailed      the server never became ready; shows command, exit code and the end of the log
-│   ├── ServerDied             the server was ready, died, and has no restart left
-│   ├── ServerUnavailable      no request was answered for server_patience_seconds
-│   └── ServerRefused          401, 403, 404 and other 4xx, 3xx: no request of this run can succeed
+│   ├── ServerStartFailed
+│   ├── ServerDied             it has no restart left
+│   ├── ServerUnavailable      no request is answered
+│   └── ServerRefused          no request of this run can succeed
 └── RequestError
-    ├── RequestRejected        400, 413, 414, 422, 431: this request can never succeed; kept in the request cache
-    ├── RequestFailed          given up after every retry; stops the rank; the next run sends it again
-    └── RequestPoisoned        this request kills servers, even if it is the only one in flight
+    ├── RequestRejected        this request can never succeed; kept in the request cache
+    ├── RequestFailed          given up after every retry; stops the rank
+    └── RequestPoisoned        this request kills servers
 
 Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds one of the errors
-above. This room imports no other room, so every room may import it.
+above. This room imports no other room.
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt.errors.doors import Remedy
 
-# Control characters except line break and tab, what turns the direction of text, line separators, lone surrogates.
+# Control characters except line break and tab, what turns text around, line separators, lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """The text as a terminal may take it: a control character is shown as JSON would write it, and does nothing."""
+    """The text as a terminal may take it: control characters as JSON writes them."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and everything that it was raised from or made of, exception groups included. Each once."""
-    waiting: list[Any] = [error]  # which keeps them alive, so that no other object gets their ids
+    waiting: list[object] = [error]  # keeps them alive, so that no other object gets their ids
     seen: set[int] = set()
     for found in waiting:
         if id(found) not in seen:
@@ -81,12 +80,11 @@ class CkptError(Exception):
 
     @property
     def remedies(self) -> list[Remedy]:
-        """What helps, in the order of the message."""
         return [part for part in self.args if isinstance(part, Remedy)]
 
 
 def named(error: CkptError, model: str) -> CkptError:
-    """The same error; its message begins with the name of the model that it is about, unless that is ""."""
+    """The error; its message begins with the model's name, unless that is ""."""
     if model and not str(error).startswith(f"{model}: "):
         error.args = (f"{model}: {error.args[0] if error.args else ''}", *error.args[1:])
     return error

@@ -1,12 +1,10 @@
 """The door through which a job came, the names of settings there, and what helps against an error.
 
-A door is the Python API, the command line, or ``run()``; the short form names some settings in its own way. So the
-author of a message marks the name of a setting (``f"Correct {written.data_folder}."``), and gives what helps as an
-object among the arguments of the error: ``CheckpointMismatch("Restore it, or start with ", StartOver(), ".")``. Both
-are written as the job's door has them. No other text of a message is touched.
+A door is the Python API, the command line, or ``run()``; the short form has other names for some settings. So a message
+marks a setting (``f"Correct {written.data_folder}."``), and has what helps as an object among the arguments of its
+error: ``CheckpointMismatch("Restore it, or start with ", StartOver(), ".")``.
 
-The door belongs to the process, as its signal handlers do: threads of a rank share it. A step carries it into worker
-processes and jobs.
+The door belongs to the process: threads of a rank share it. A step carries it into worker processes and jobs.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _SHORT = {
 _INSIDE = ("default_generation_params.", "InferenceConfig.", "rollout_fn.")
 """Where the long form has settings that the short form has beside the others."""
 _PHRASES = {
-    # several settings of the long form that are one in the short form
+    # one setting of the short form
     "folders": ("checkpoints_local_dir, output_folder and logging_dir", "run_folder"),
     "finished_folders": ("output_folder and checkpoints_local_dir", "run_folder"),
     "own_folders": (
@@ -61,7 +59,6 @@ class Door:
 
     Attributes:
         form: what has the settings of the short form: a file, "the command line" or "run()"; "": the long form.
-        is_command: it was started by a command.
         runner: the place of the ``InferenceRunner`` in the pipeline.
     """
 
@@ -70,7 +67,7 @@ class Door:
     runner: int = 1
 
     def name(self, setting: str) -> str:
-        """A setting, a path of one, a phrase about several, or what is done with a job, as it is written here."""
+        """A setting, a phrase about several, or an act, as it is written here."""
         if setting in _ACTS:
             return _ACTS[setting][self.is_command]
         if setting == "executor" and self.form:
@@ -89,19 +86,18 @@ _words: Sequence[str] = ()
 
 
 def current() -> Door:
-    """The door of the job that this process works on."""
     return _door
 
 
 def use(door: Door) -> None:
-    """Messages are written as this door has them from now on."""
+    """Sets the door for all messages from now on."""
     global _door
     _door = door
 
 
 @contextmanager
 def entered(door: Door, words: Sequence[str] = ()) -> Iterator[None]:
-    """``use`` for a block. ``words``: the command line that runs the job."""
+    """``use`` for a block. ``words``: the command line."""
     global _words
     before = _door, _words
     use(door)
@@ -119,12 +115,12 @@ def command() -> str:
 
 
 def _command_of_all() -> list[str]:
-    """The command, not as a worker: what a worker cannot do, a run of all tasks can."""
+    """Without ``--worker``: a run of all tasks can do more."""
     return [word for word in _words if word != "--worker"]
 
 
 def _command_without(setting: str) -> str:
-    """The same command without a setting and its value: ``--tasks=2``, ``--executor.tasks 2``."""
+    """The command without a setting and its value: ``--tasks=2``, ``--executor.tasks 2``."""
     kept: list[str] = []
     words = iter(_command_of_all())
     for word in words:
@@ -137,7 +133,6 @@ def _command_without(setting: str) -> str:
 
 
 def step_name(index: int, step: object) -> str:
-    """A step in a sentence."""
     name = type(step).__name__
     if _door.form:
         return name
@@ -150,14 +145,14 @@ def step_place(index: int, step: object) -> str:
 
 
 def setting_of(setting: str, place: str) -> str:
-    """A setting of a step; the short form has it once, so its name tells all."""
+    """A setting of a step. The short form has it once."""
     if _door.form:
         return _door.name(setting)
     return f"{setting} of {place}"
 
 
 class _Names:
-    """The names of settings, as attributes; called with the path of a setting, its name. See the module."""
+    """The names of settings, as attributes; called with the path of a setting, its name."""
 
     def __getattr__(self, name: str) -> str:
         if name != "executor" and name not in {**_SHORT, **_PHRASES, **_ACTS}:
@@ -169,9 +164,6 @@ class _Names:
 
 
 written = _Names()
-
-
-# what helps -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -195,7 +187,6 @@ class ChangeSetting(Remedy):
 
     @property
     def command(self) -> str:
-        """The whole command; "" where there is none."""
         if not _words:
             return ""
         return f"{shlex.join(_command_of_all())} {self._flag}"
@@ -225,11 +216,9 @@ class Tasks(Remedy):
 
 @dataclass(frozen=True)
 class Repair(Remedy):
-    """Repair the checkpoint, and start again.
-
-    Attributes:
-        what: the checkpoints.
-        retry: the start is a retry of dead letters: "now", "later" (once the run is complete), or "" (it is none).
+    """Attributes:
+    what: the checkpoints.
+    retry: the start is a retry of dead letters: "now", "later" (once the run is complete), or "" (it is none).
     """
 
     what: str
@@ -248,11 +237,7 @@ class Repair(Remedy):
 
 @dataclass(frozen=True)
 class StartOver(Remedy):
-    """Start from the beginning in other folders. Of a run folder, its door says how to move it aside, too.
-
-    Attributes:
-        before, after: the rest of the sentence.
-    """
+    """Start from the beginning in other folders. ``before``, ``after``: the rest of the sentence."""
 
     before: str = ""
     after: str = ""

@@ -35,7 +35,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress, mirrored_progress
-from datatrove_ckpt.common.formatting import all_are, plural
+from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
 from datatrove_ckpt.common.retrying import OPENING, READING, code_of_rank, failure_line, http_status, naming_hub
 from datatrove_ckpt.config.paths import default_mirror
@@ -255,7 +255,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 self._upload()
             self._work_through()
         else:
-            logger.info(f"{all_are(self.tasks, 'task').capitalize()} complete already.")
+            logger.info(f"{plural_is(self.tasks, 'task')} complete already.")
         if ranks or not self.logging_dir.isfile("stats.json"):
             stats = stats_of_complete(self.logging_dir, range(self.tasks))
             with self.logging_dir.open("stats.json", "wt") as file:

@@ -30,7 +30,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import rank_folder
-from datatrove_ckpt.common.formatting import all_are, plural, plural_is, ranges
+from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import (
@@ -181,7 +181,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         local = range(self.local_rank_offset, self.local_rank_offset + self.local_tasks)
         ranks = self.get_incomplete_ranks(local)
         if not ranks:
-            logger.info(f"{all_are(len(local), 'task').capitalize()} complete already.")
+            logger.info(f"{plural_is(len(local), 'task')} complete already.")
             if not self.logging_dir.exists("stats.json"):  # a kill came before it was written
                 self._write_stats(stats_of_complete(self.logging_dir, local), local)
             return None

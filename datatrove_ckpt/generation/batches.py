@@ -25,9 +25,10 @@ from typing import Any, Protocol
 
 import orjson
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import RequestFailed, RequestRejected
-from datatrove_ckpt.inference.client.answers import Completion, JsonObject, Way
+from datatrove_ckpt.inference.client.answers import Completion, Way
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import MustDivide, Request
 from datatrove_ckpt.inference.client.typed_answers import parse_embeddings

@@ -19,8 +19,10 @@ from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import shown
+from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged, refuse_unsendable, warn_of_unknown
 from datatrove_ckpt.errors import (
@@ -46,7 +48,6 @@ from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
     Completion,
-    JsonObject,
     Way,
     as_asked,
     way_to,
@@ -54,7 +55,6 @@ from datatrove_ckpt.inference.client.answers import (
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Request
-from datatrove_ckpt.inference.client.transport import is_rejection
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
@@ -596,7 +596,7 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
             return result
         return None
     status, _, body = (answer.error_message or "").partition(" ")
-    if not is_rejection(int(status)):  # 0.1 kept a 402 or a 405 like a 400
+    if int(status) not in REJECTED:  # 0.1 kept a 402 or a 405 like a 400
         return None
     raise RequestRejected(int(status), body, remembered=True)
 

@@ -43,9 +43,8 @@ from datatrove_ckpt.generation.scheduler import Scheduler, Served
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
 from datatrove_ckpt.inference.client.routing import Sender
-from datatrove_ckpt.inference.servers.connect import check_servers, connect
-from datatrove_ckpt.inference.servers.host import ServerHost
-from datatrove_ckpt.inference.servers.warm import RankModels, one_rank
+from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
+from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck, RankCommits
 from datatrove_ckpt.output.folders import refuse_own_output
@@ -213,17 +212,13 @@ class _Run:
             output.finish()
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
 
-    def _connect(
-        self, config: InferenceConfig, rank: int, progress: RankReporter, models: RankModels
+    def _lend(
+        self, servers: ServerHost, config: InferenceConfig, rank: int, progress: RankReporter
     ) -> AbstractAsyncContextManager[Served]:
-        shutdown = self.preemption.shutdown
-        waits = progress.of(config).waits
         host = host_loop()
-        servers = shared_servers()
-        if host is None or servers is None:
-            return connect(config, rank, shutdown, progress.server, models, waits)
-        sender = Sender(shutdown, host.order, progress.server)
-        return servers.lend(config, [*self.step.models.values()], rank, sender, waits)
+        order = 0 if host is None else host.order
+        sender = Sender(self.preemption.shutdown, order, progress.server)
+        return servers.lend(config, [*self.step.models.values()], rank, sender, progress.of(config).waits)
 
     async def _generate(
         self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames
@@ -241,8 +236,9 @@ class _Run:
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
         failures = Failures(*settings, kept, taken, corrected)
         documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
-        models = RankModels([*step.models.values()], rank, keeps=True)
-        servers = shared_servers()
+        shared_host = shared_servers()
+        servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
+        ends_well = False
         watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
@@ -250,7 +246,7 @@ class _Run:
                     rollout_fn=bind_shared(step.rollout_fn, shared),
                     configs=step.models,
                     checkpoint=checkpoint,
-                    connect=lambda config: self._connect(config, rank, progress, models),
+                    connect=lambda config: self._lend(servers, config, rank, progress),
                     observer=progress,
                     metadata_key=step.metadata_key,
                     failures=failures,
@@ -260,15 +256,17 @@ class _Run:
                     # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
                     check_writable=partial(check_writable, step.output_writer, rank) if kept else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
-                    media=None if servers is None else servers.media,
+                    media=servers.media,
                 )
                 await scheduler.run(documents)
+                ends_well = True
                 documents.add_earlier_stats()
         finally:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-            models.close()
+            if shared_host is None:
+                await servers.close(ends_well)
             documents.close()
 
 

@@ -43,7 +43,9 @@ class Seal:
             self._place = f"{parent}/{folder}"
         else:
             self._place = folder
-        self._key = Key.wrap(os.environ.get(MIRROR_KEY_VARIABLE))
+        self._key: Key | None = None
+        if MIRROR_KEY_VARIABLE in os.environ:
+            self._key = Key(os.environ[MIRROR_KEY_VARIABLE])
         self.is_on = self._key is not None
         """Whether there is a key."""
         if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:

@@ -38,7 +38,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed,
 from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
-from datatrove_ckpt.inference.servers.connect import check_servers
+from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.object_store import bucket_for
 from datatrove_ckpt.mirror.restore import restore_rank

@@ -21,7 +21,8 @@ from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.user_code import check_first, try_media
-from datatrove_ckpt.inference.servers.connect import EndpointAnswer, ExternalServers, check_servers
+from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
+from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, private_if_made

@@ -1,10 +1,10 @@
 """What a rollout is, and ready-made rollouts for YAML files.
 
-The attributes of a ready-made rollout are plain values, because its class and ``vars(rollout)`` are part of the run's
-identity: another prompt is another run. So the object holds nothing compiled; each process parses a template, a schema
-or a tokenizer once. What a rollout takes from the model's files is an attribute, too (``ReadyMade.for_config``).
+The class of a ready-made rollout and its ``vars`` are part of the run's identity: another prompt is another run. So its
+attributes are plain values; each process parses a template, a schema or a tokenizer once. What a rollout takes from the
+model's files is an attribute, too (``ReadyMade.for_config``).
 
-The names below are of this module, whatever file they are in: pickles and identities hold them. Start in ``prompt.py``.
+The names below are of this module, whatever file they are in: pickles and identities hold them.
 """
 
 from datatrove_ckpt.rollouts.answers import InvalidAnswer

@@ -1,7 +1,7 @@
 """Answers of a given form: a JSON schema, a regular expression, or one of several texts.
 
-Each engine gets the form in its own field and then can generate nothing else. Every answer is checked here all the
-same: it may be cut off, and an endpoint may ignore the field.
+Each engine gets the form in its own field. Every answer is checked here as well: it may be cut off, and an endpoint may
+ignore the field.
 
     engine      JSON schema                     regex                        choice
     vllm        structured_outputs.json         structured_outputs.regex     structured_outputs.choice
@@ -16,16 +16,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, get_args
 
 import orjson
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.config.inference_config import ENGINES, FormEngine
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Payload
 
-Schema: TypeAlias = dict[str, Any]
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 CANNED = "canned"
 """The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
@@ -39,9 +41,9 @@ class InvalidAnswer(ValueError):
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What an answer must be: one of the three. Messages begin with the setting's name."""
+    """What an answer must be: one of the three."""
 
-    json_schema: Schema | None
+    json_schema: JsonObject | None
     regex: str | None
     choice: list[str] | None
 
@@ -55,7 +57,7 @@ class AnswerForm:
         return given[0]
 
     def check(self) -> None:
-        """Raises ConfigError if no answer could ever have this form, or a package is missing."""
+        """Raises ConfigError if no answer could have this form, or a package is missing."""
         if self.kind == "json_schema":
             _validator(orjson.dumps(self.json_schema))
         elif self.kind == "regex":
@@ -74,7 +76,7 @@ class AnswerForm:
         """The payload keys that make the engine keep to the form.
 
         Raises:
-            ConfigError: it has none for it.
+            ConfigError: the engine has none for it.
         """
         if self.kind is None or engine in ("none", CANNED):
             return {}
@@ -86,7 +88,7 @@ class AnswerForm:
         return found
 
     def read(self, text: str) -> tuple[str, str]:
-        """The answer's text without what surrounds it, and what is wrong with it: "" if nothing is."""
+        """The answer's text without what surrounds it, and what is wrong with it, or ""."""
         text = text.strip()
         problem = self._problem(text)
         fenced = _FENCE.fullmatch(text)
@@ -106,10 +108,8 @@ class AnswerForm:
 
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
-    """The engine behind a server type.
-
-    Raises:
-        ConfigError: for an endpoint or a script nobody can know, and it matters.
+    """Raises:
+    ConfigError: the engine behind an endpoint or a script is unknown, and it matters.
     """
     engine = ENGINES[server_type]
     if engine.is_canned:
@@ -126,7 +126,7 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
 
 
 @lru_cache(maxsize=16)
-def _validator(schema: bytes) -> Any:
+def _validator(schema: bytes) -> Validator:
     try:
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for
@@ -142,7 +142,7 @@ def _validator(schema: bytes) -> Any:
     return kind(content, registry=Registry())  # without one, a $ref would be downloaded
 
 
-def _problem(validator: Any, text: str) -> str:
+def _problem(validator: Validator, text: str) -> str:
     from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
 

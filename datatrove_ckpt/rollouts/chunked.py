@@ -18,7 +18,7 @@ from datatrove_ckpt.rollouts.settings import ReadyMade
 from datatrove_ckpt.rollouts.source import prompt_source
 from datatrove_ckpt.rollouts.templates import check_template, fill, times_text
 
-# Where a text may be split, best first: after a blank line, after a sentence, after a word.
+# Where a text may be split, best first: after a blank line, a sentence, a word.
 _BOUNDARIES = (
     re.compile(r"\n[ \t]*\n\s*"),
     re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]"),  # noqa: RUF001 (ends of Chinese and Japanese sentences)
@@ -27,7 +27,7 @@ _BOUNDARIES = (
 
 
 class Ruler:
-    """Measures stretches of one text in units, such as tokens or characters. ``starts``: where each unit begins."""
+    """Measures stretches of a text in units, such as tokens. ``starts``: where each unit begins."""
 
     def __init__(self, text: str, starts: Sequence[int]) -> None:
         self._length = len(text)
@@ -37,7 +37,7 @@ class Ruler:
         return bisect_left(self._starts, end) - bisect_left(self._starts, start)
 
     def end(self, start: int, limit: int) -> int:
-        """Returns the end of the longest stretch from ``start`` of at most this size; at least one character."""
+        """The end of the longest stretch from ``start`` of at most this size; at least one character."""
         last = bisect_left(self._starts, start) + limit
         if last >= len(self._starts):
             return max(self._length, start + 1)
@@ -79,7 +79,7 @@ def _pieces(
 
 
 def _trimmed(text: str, start: int, end: int) -> int:
-    """The end without white space. Looks at little of a long text."""
+    """The end without white space."""
     while end > start and text[end - 1].isspace():
         end -= 1
     return end
@@ -195,7 +195,7 @@ class ChunkedRollout(ReadyMade):
 
 
 def sum_usage(usages: Iterable[dict[str, object] | None]) -> dict[str, object]:
-    """The usage of several answers together: the sums of numbers of one name, nested ones too. Others are left out."""
+    """Sums numbers of one name in the usages of several answers, nested ones too."""
     total: dict[str, object] = {}
     for usage in usages:
         for name, value in (usage or {}).items():

@@ -1,4 +1,4 @@
-"""Cuts a text so that the message it is filled into fits: after a line if there is one."""
+"""Cuts a text after a line, so that the message it is filled into fits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 from datatrove_ckpt.rollouts.model_files import TokenCounter
 
-_LONG_TOKEN = 8  # characters; hardly a text has longer tokens on average
+_LONG_TOKEN = 8  # characters
 
 
 def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) -> str:
     """The text, cut so that ``fill(text)`` has at most ``limit`` characters.
 
     Args:
-        fill: fills the template.
         times: how often the text is in the template.
     """
     if len(fill(text)) <= limit:
@@ -22,7 +21,7 @@ def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) 
 
 
 def fits_for_sure(content: str, limit: int) -> bool:
-    """Whether the content has so few bytes that nobody needs to count its tokens. A token is at least one byte."""
+    """Whether the content is so short that its tokens need no count: a token is at least one byte."""
     return len(content) <= limit and (content.isascii() or len(content.encode("utf-8", "replace")) <= limit)
 
 
@@ -35,7 +34,7 @@ def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int,
     cut = text
     if end < len(text):
         cut = _whole_lines(text, end)
-    # A template's tokens and a text's tokens are not exactly those of the two together.
+    # The tokens of template and text are not exactly those of the two together.
     while cut:
         excess = counter.count(fill(cut)) - limit
         if excess <= 0:
@@ -48,7 +47,7 @@ def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int,
 
 
 def _end_of(text: str, room: int, counter: TokenCounter) -> int:
-    """Where the first ``room`` tokens of the text end. Looks at as much of a long text as it needs."""
+    """Where the first ``room`` tokens of the text end."""
     size = _LONG_TOKEN * (room + 8)
     while True:
         starts = counter.starts(text[:size])

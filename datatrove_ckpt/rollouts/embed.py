@@ -1,6 +1,6 @@
 """Rollouts whose answer is no text: a vector, or the probabilities of labels."""
 
-# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+# No postponed annotations: the YAML loader checks values by them, also in subclasses.
 
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
@@ -20,7 +20,7 @@ from datatrove_ckpt.rollouts.templates import check_template
 
 @dataclass
 class _NoText(WholeText):
-    """What the two have in common: one text is sent, and nothing is generated."""
+    """One text is sent, and nothing is generated."""
 
     prompt: str = "{text}"
     _: KW_ONLY
@@ -156,7 +156,7 @@ class ClassifyRollout(_NoText):
             raise ConfigError(f"keep: the model has no label {', '.join(unknown)}; it has {', '.join(labels)}.{advice}")
 
     def _check_threshold(self, classes: int) -> None:
-        # The number of a model with one class may be any, as those of several may be with such params.
+        # A model with one class may have any number, as may several with such params.
         if self.threshold is not None and classes > 1 and not (0 <= self.threshold <= 1 or self.params):
             raise ConfigError(f"threshold: is {self.threshold!r}, and scores are from 0 to 1.")
 
@@ -171,7 +171,7 @@ class ClassifyRollout(_NoText):
         if self.keep is not None:
             self._check_kept(scores)
             scores = {kept: scores[kept] for kept in self.keep}
-            label = max(scores, key=scores.__getitem__)  # the first one of several
+            label = max(scores, key=scores.__getitem__)  # of equal ones the first
             score = scores[label]
         # Servers calculate in float32: their 0.7 is 0.699999988.
         if self.threshold is not None and np.float32(score) < np.float32(self.threshold):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-Payload: TypeAlias = dict[str, Any]
-"""The JSON body of one request. Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object]."""
-JsonObject: TypeAlias = dict[str, Any]
+from datatrove_ckpt.common import JsonObject
+
+Payload: TypeAlias = JsonObject
+"""The JSON body of one request."""
 FIELDS = ("text", "id", "media")
 """Of a document, beside its metadata."""
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # datatrove has no types
         __dataclass_fields__: ClassVar[dict[str, Any]]
         text: str
         id: str
-        media: list[Any]
+        media: list[object]
         metadata: JsonObject
 
     class InferenceResult(Protocol):
@@ -122,17 +123,14 @@ Rollout: TypeAlias = Callable[..., Awaitable[object]]
 """``async def rollout(document, generate, **shared)``. It returns an InferenceResult, JSON values or None."""
 
 
-# The source of this function is part of a run's identity: a change would refuse every checkpoint made with it.
+# Never change the source of this function: it is part of the identity of runs.
 async def chat(document: Document, generate: Generate, **shared: Any) -> InferenceResult:
     """The document's text as one user message."""
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 
 async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[InferenceResult]:
-    """All answers. If a request fails, waits for the others, then raises its error.
-
-    Cancelling the others would waste their answers. As it is, the request cache has them when the document is retried.
-    """
+    """All answers. If a request fails, waits for the others: the request cache keeps their answers for a retry."""
     results = await asyncio.gather(*(generate(payload) for payload in payloads), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -141,7 +139,6 @@ async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[
 
 
 def chat_payload(system_prompt: str | None, content: str, params: Payload | None) -> Payload:
-    """One user message, after the system message if there is one."""
     messages = [{"role": "user", "content": content}]
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})

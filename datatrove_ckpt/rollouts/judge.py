@@ -1,6 +1,6 @@
 """A model that scores documents or answers: the judge."""
 
-# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+# No postponed annotations: the YAML loader checks values by them, also in subclasses.
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from datatrove_ckpt.rollouts.templates import fill, parse
 
 _OF_THE_ANSWER = ("system_prompt", "generation_params", "json_schema", "regex", "choice")
 _ANSWER = ("", "key", "answer")
-# Whatever belongs to the first number, so that no part of "3,5" or "1e-3" is taken for the whole.
+# The whole number: no part of "3,5" or "1e-3" is one.
 _FIRST = re.compile(r"[-+−]?(?:(?<![\w.])\.)?\d+(?:[.,'_]\d+)*(?:[eE][-+−]?\d+)?")  # noqa: RUF001 (a minus)
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)")
 
@@ -98,7 +98,7 @@ class JudgeRollout(PromptRollout):
             self.form_for = CANNED
         if config.name:
             self.judge = self.judge or "judge"
-        else:  # there is one model
+        else:
             self.judge = None
         if self.judge not in (None, *config.models):
             raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
@@ -110,10 +110,28 @@ class JudgeRollout(PromptRollout):
         self._refuse_unread(self._unread, "judge_params", params)
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
+        answer: InferenceResult | None = None
+        values = {}
         async with self.media_parts(document) as parts:
-            return await self._scored(document, generate, parts)
+            if self.prompt is not None:
+                answer = await self._ask(generate, await self._payload(document, parts))
+                if answer is None:
+                    return None
+                values = {"answer": str(answer.text)}
+            judged = await self._judged(generate, await self._to_judge(document, parts, values))
+        if judged is None:
+            return None
+        score = self._score(str(judged.text))
+        if self.threshold is not None and score is not None and score < self.threshold:
+            return None
+        seen = answer or judged
+        result = {"text": seen.text, "finish_reason": seen.finish_reason, "usage": judged.usage}
+        result |= {"reasoning": seen.reasoning, "score": score}
+        if answer is not None:
+            result |= {"usage": sum_usage([answer.usage, judged.usage]), "judgement": judged.text}
+        return result
 
-    async def _to_judge(self, document: Document, parts: Sequence[Payload], **answer: str) -> Payload:
+    async def _to_judge(self, document: Document, parts: Sequence[Payload], values: dict[str, str]) -> Payload:
         assert self.judge_prompt is not None
         text = prompt_source(document, self.prompt_column)
         if not isinstance(text, str):
@@ -121,7 +139,7 @@ class JudgeRollout(PromptRollout):
         template = self.judge_prompt
 
         def filled(text: str) -> str:
-            return fill(template, document, text, **answer)
+            return fill(template, document, text, **values)
 
         content = filled(await self._cut(template, filled, text, None))
         params = self.judge_params
@@ -143,44 +161,15 @@ class JudgeRollout(PromptRollout):
             return float(number)
         return None
 
-    async def _scored(self, document: Document, generate: Generate, parts: Sequence[Payload]) -> object:
-        if self.prompt is None:
-            judged = await self._judged(generate, await self._to_judge(document, parts))
-            if judged is None:
-                return None
-            return self._result(judged, judged)
-        answer = await self._ask(generate, await self._payload(document, parts))
-        if answer is None:
-            return None
-        payload = await self._to_judge(document, parts, answer=str(answer.text))
-        judged = await self._judged(generate, payload)
-        if judged is None:
-            return None
-        usage = sum_usage([answer.usage, judged.usage])
-        return self._result(answer, judged) | {"usage": usage, "judgement": judged.text}
-
     async def _judged(self, generate: Generate, payload: Payload) -> InferenceResult | None:
-        """Returns the judge's answer; None if the document is dropped, for its score or for the lack of one."""
+        """The judge's answer; None if there is none with a score, and the document is dropped."""
         if self.judge is not None:
             generate = getattr(generate, self.judge)
-        judged: InferenceResult | None
         if self.form_for == CANNED:
-            judged = await generate(payload)
-        else:
-            judged = await self._ask_until(self._read_score, "judge_prompt", True, generate, payload)
-        if judged is None or self.threshold is None:
-            return judged
-        score = self._score(str(judged.text))
-        if score is not None and score < self.threshold:
-            return None
-        return judged
-
-    def _result(self, answer: InferenceResult, judged: InferenceResult) -> dict[str, object]:
-        result = {"text": answer.text, "finish_reason": answer.finish_reason, "usage": judged.usage}
-        return result | {"reasoning": answer.reasoning, "score": self._score(str(judged.text))}
+            return await generate(payload)
+        return await self._ask_until(self._read_score, "judge_prompt", True, generate, payload)
 
     def _read_score(self, answer: InferenceResult) -> tuple[str, str]:
-        """The judge's answer, and what is wrong with it."""
         said = str(answer.text)
         if answer.finish_reason == "length":
             return said, "it is cut off; the judge needs more max_tokens"
@@ -202,7 +191,7 @@ class JudgeRollout(PromptRollout):
 
 
 def _last_match(pattern: str, text: str) -> str:
-    """What the pattern matches last in the text: its first group, if it has one; "" if it matches nothing."""
+    """The last match, or its first group; "" if there is none."""
     found = None
     for match in re.finditer(pattern, text):
         found = match

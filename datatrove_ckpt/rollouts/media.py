@@ -1,6 +1,6 @@
 """Pictures, sound and files of documents as parts of a message, in OpenAI's form.
 
-What a part is, its first bytes tell, never a name. A part holds a reference to the bytes: they become base64 only while
+The first bytes decide what a part is, never a name. A part holds a reference to the bytes, which become base64 while
 the request is sent (``inference/client/body.py``), and stand in its cache key as their hash.
 """
 
@@ -17,7 +17,7 @@ import sys
 import threading
 from binascii import Error as Base64Error
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import orjson
 import xxhash
 from datatrove.data import Document, Media
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
@@ -57,7 +58,7 @@ _MAX_FILE_BYTES = 2**28
 # No parser sees another host in such a URL.
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|\Z)", re.ASCII | re.IGNORECASE)
 _RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
-_DECODED_AT_ONCE = min(4, os.cpu_count() or 1)  # a picture of 10 MB may take 500 MB then
+_DECODED_AT_ONCE = min(4, os.cpu_count() or 1)  # decoding a picture of 10 MB may take 500 MB
 _DECODERS = threading.BoundedSemaphore(_DECODED_AT_ONCE)
 _BUDGETS: WeakKeyDictionary[asyncio.AbstractEventLoop, ByteBudget] = WeakKeyDictionary()
 
@@ -70,7 +71,6 @@ class MediaData:
     """Bytes in a payload, in the place of their base64.
 
     Attributes:
-        data: the bytes.
         kind: their type, such as "image/png".
         prefix: what stands before the base64, such as "data:image/png;base64,".
         key: stands for them in the cache key.
@@ -89,7 +89,7 @@ class MediaData:
 
 
 def media_key(value: object) -> orjson.Fragment:
-    """orjson's ``default`` for the hash of a payload. No text in JSON has a NUL, so it stands for nothing else.
+    """orjson's ``default`` for the hash of a payload. No text in JSON has a NUL.
 
     Raises:
         TypeError: JSON cannot express the value.
@@ -100,7 +100,7 @@ def media_key(value: object) -> orjson.Fragment:
 
 
 def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]]:
-    """A payload's JSON before, between and after its media, and the bytes that are to be base64 between them."""
+    """A payload's JSON before, between and after its media, and the media's bytes."""
     found: list[bytes] = []
 
     def place(value: object) -> orjson.Fragment:
@@ -112,16 +112,13 @@ def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]
     return orjson.dumps(payload, option=option, default=place).split(b"\0"), found
 
 
-# parts ----------------------------------------------------------------------------------------------------------------
-
-
 def kind_of(data: bytes) -> str | None:
-    """The type that the first bytes tell, such as "image/png"; None: none that can be sent."""
+    """The type that the first bytes tell, such as "image/png"; None: it cannot be sent."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12])
     if data[:2] == b"BM" and data[6:10] == bytes(4):
         return "image/bmp"
-    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2:  # a frame of MPEG audio, layer III
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2:  # MPEG audio, layer III
         return "audio/mp3"
     return next((kind for start, kind in _STARTS if data.startswith(start)), None)
 
@@ -162,7 +159,7 @@ def _made_part(data: bytes, filename: str, key: str) -> Payload:
 
 
 def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
-    """The payload, the last message of the user with the parts after its text."""
+    """The payload, with the parts after the text of the user's last message."""
     if not parts:
         return payload
     messages = payload["messages"]
@@ -176,11 +173,8 @@ def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
     return {**payload, "messages": [*messages[:at], message, *messages[at + 1 :]]}
 
 
-# what a document has --------------------------------------------------------------------------------------------------
-
-
 class _Medium(NamedTuple):
-    """One of a document's media. ``name``: for messages; ``data`` may be a picture of Pillow."""
+    """One of a document's media. ``data`` may be a picture of Pillow."""
 
     name: str = ""
     data: Any = None
@@ -212,10 +206,7 @@ def values_of(document: Document, images: str) -> list[object]:
 
 
 def _medium(value: object) -> _Medium:
-    """
-    Raises:
-        InvalidMedia: it is none.
-    """
+    """Raises InvalidMedia for a value that is no medium."""
     if isinstance(value, bytes | bytearray | memoryview):
         return _Medium(data=bytes(value))
     if isinstance(value, str):
@@ -266,7 +257,7 @@ class MediaSettings(Protocol):
 
 
 def check_media(settings: MediaSettings) -> None:
-    """Raises ConfigError if Pillow or the folder is missing on this machine: no document is at fault."""
+    """Raises ConfigError if Pillow or the folder is missing here: no document is at fault."""
     if settings.max_image_side is not None:
         check_pillow()
     folder = settings.media_folder
@@ -276,31 +267,31 @@ def check_media(settings: MediaSettings) -> None:
 
 @asynccontextmanager
 async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator[list[Payload]]:
-    """The parts for a document's media. Files are read here, and count against a budget of bytes until the end.
+    """The parts for a document's media. The files' bytes count against a budget until the end.
 
     Raises:
         ConfigError: a document names a file, and no folder is set.
         InvalidMedia: a medium cannot be sent.
     """
     media = [_named(number, value) for number, value in enumerate(values_of(document, settings.images or MEDIA), 1)]
-    files = [one for _, one in media if one.data is None and one.path]
+    files = [one for one in media if one.data is None and one.path]
     if files and settings.media_folder is None:
         raise ConfigError(
             f"media_folder: document {document.id!r} names a file, {files[0].path!r}. Set media_folder to the folder "
             "below which files that documents name may be read and sent."
         )
-    in_thread = bool(files) or settings.max_image_side or any(not isinstance(one.data, bytes) for _, one in media)
+    in_thread = bool(files) or settings.max_image_side or any(not isinstance(one.data, bytes) for one in media)
     if not in_thread:
-        yield [_part(name, one, settings) for name, one in media]
+        yield [_part(one, settings) for one in media]
         return
     budget = _BUDGETS.setdefault(asyncio.get_running_loop(), ByteBudget(media_bytes()))
     held = 0
     if files:
-        held = await asyncio.to_thread(_sizes, media, settings)
+        held = await asyncio.to_thread(_sizes, files, settings)
     await budget.acquire(held)
     try:
         parts = await _made_in_thread(media, settings)
-        if files:  # a picture that was made smaller
+        if files:  # a picture became smaller
             values = [value for part in parts for value in part[part["type"]].values()]
             needed = sum(len(value.data) for value in values if isinstance(value, MediaData))
             budget.release(held - needed)
@@ -310,12 +301,12 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
         budget.release(held)
 
 
-async def _made_in_thread(media: list[tuple[str, _Medium]], settings: MediaSettings) -> list[Payload]:
-    # An outage of a storage is waited for here, and not in the thread: a rank that stops waits for its threads.
+async def _made_in_thread(media: list[_Medium], settings: MediaSettings) -> list[Payload]:
+    # A thread that waits for an outage to end would hold up a rank that stops.
     attempts = retrying.Attempts(retrying.READING)
     while True:
         try:
-            return await asyncio.to_thread(lambda: [_part(name, one, settings) for name, one in media])
+            return await asyncio.to_thread(lambda: [_part(one, settings) for one in media])
         except (InvalidMedia, ConfigError):
             raise
         except Exception as error:
@@ -323,14 +314,15 @@ async def _made_in_thread(media: list[tuple[str, _Medium]], settings: MediaSetti
         await asyncio.sleep(seconds)
 
 
-def _named(number: int, value: object) -> tuple[str, _Medium]:
+def _named(number: int, value: object) -> _Medium:
     try:
         medium = _medium(value)
     except InvalidMedia as error:
         raise InvalidMedia(f"images: medium {number} {error}") from None
-    if not medium.name:
-        return f"images: medium {number}", medium
-    return f"images: medium {number} ({medium.name[:200]})", medium
+    name = f"images: medium {number}"
+    if medium.name:
+        name += f" ({medium.name[:200]})"
+    return medium._replace(name=name)
 
 
 def check_url(url: str, allowed: list[str] | None) -> None:
@@ -358,7 +350,7 @@ def check_message_urls(messages: Messages, allowed: list[str] | None) -> None:
                 check_url(url, allowed)
 
 
-def _part(name: str, medium: _Medium, settings: MediaSettings) -> Payload:
+def _part(medium: _Medium, settings: MediaSettings) -> Payload:
     data = medium.data
     side = settings.max_image_side
     try:
@@ -367,22 +359,19 @@ def _part(name: str, medium: _Medium, settings: MediaSettings) -> Payload:
             return {"type": "image_url", "image_url": {"url": medium.url}}
         if data is None:
             data = _read(medium, settings)
-        elif hasattr(data, "getbands"):  # a picture of Pillow
+        elif hasattr(data, "getbands"):
             data = _as_png(data)
         data = bytes(data)
         if side is None or not (kind_of(data) or "").startswith("image/"):
             return _made_part(data, posixpath.basename(medium.path or "") or "document.pdf", "")
-        # The key is of the picture as it came: another release of Pillow makes it smaller in another way.
+        # The key is of the original: another release of Pillow makes it smaller in another way.
         return _made_part(resized(data, side), "", f"{xxhash.xxh3_128_hexdigest(data)} {side}")
     except InvalidMedia as error:
-        raise InvalidMedia(f"{name} {error}") from error.__cause__
+        raise InvalidMedia(f"{medium.name} {error}") from error.__cause__
 
 
-# files ----------------------------------------------------------------------------------------------------------------
-
-
-def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
-    """The file system, and the path there. Names in documents are not trusted: none leads out of the folder.
+def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSystem, str]:
+    """The file system, and the path there. Documents are not trusted: no name leads out of the folder.
 
     Raises:
         InvalidMedia: it does, or to a FIFO, a socket, a device or a folder.
@@ -403,19 +392,16 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[Any, str]:
     return filesystem, found
 
 
-def _sizes(media: Iterable[tuple[str, _Medium]], settings: MediaSettings) -> int:
-    """Bytes of the files. What cannot be found now counts nothing, and is named when it is read."""
+def _sizes(files: Iterable[_Medium], settings: MediaSettings) -> int:
+    """Bytes of the files. A missing one counts nothing, and is named when it is read."""
     total = 0
-    for _, medium in media:
-        if medium.data is None and medium.path:
-            try:
-                filesystem, path = _open_at(medium, settings)
-                if medium.length is None:
-                    total += filesystem.size(path) or 0
-                else:
-                    total += medium.length
-            except Exception:
-                continue
+    for medium in files:
+        with suppress(Exception):
+            filesystem, path = _open_at(medium, settings)
+            if medium.length is None:
+                total += filesystem.size(path) or 0
+            else:
+                total += medium.length
     return total
 
 
@@ -430,7 +416,7 @@ def _read(medium: _Medium, settings: MediaSettings) -> bytes:
                 file.seek(medium.offset)
             data = bytes(file.read(size))
     except OSError as error:
-        if retrying.READING.passes(error):  # an outage, which is not the document's fault
+        if retrying.READING.passes(error):  # an outage is not the document's fault
             raise
         raise InvalidMedia(f"cannot be read: {error_text(error)}") from error
     if len(data) > _MAX_FILE_BYTES:
@@ -438,18 +424,14 @@ def _read(medium: _Medium, settings: MediaSettings) -> bytes:
     return data
 
 
-# pictures -------------------------------------------------------------------------------------------------------------
-
-
 def check_pillow() -> None:
-    """Raises ConfigError if Pillow is not installed."""
     advice = missing_package("PIL")
     if advice is not None:
         raise ConfigError(f"max_image_side: {advice}")
 
 
 def resized(data: bytes, side: int) -> bytes:
-    """The picture, with at most ``side`` pixels on its longest side. One that is small enough stays as it is.
+    """The picture, with at most ``side`` pixels on its longest side.
 
     JPEG stays JPEG, all others become PNG. Of several frames the first one is taken. Equal pictures give equal bytes
     with one release of Pillow.
@@ -466,7 +448,7 @@ def resized(data: bytes, side: int) -> bytes:
                 if max(image.size) <= side:
                     return data
                 turned = ImageOps.exif_transpose(image)  # the new file has no Exif data
-                if turned.mode.startswith("I"):  # of 16 bits
+                if turned.mode.startswith("I"):
                     turned = turned.convert("I").point(lambda value: value / 256).convert("L")
                 elif turned.mode not in ("L", "LA", "RGB", "RGBA"):
                     turned = turned.convert("RGBA" if "transparency" in turned.info else "RGB")
@@ -479,7 +461,7 @@ def resized(data: bytes, side: int) -> bytes:
                 else:
                     smaller.save(made, "PNG")
                 return made.getvalue()
-        except Exception as error:  # Pillow's plugins raise anything for a damaged file
+        except Exception as error:  # Pillow's plugins raise anything
             raise InvalidMedia(f"is damaged, or no whole picture: {error_text(error)}") from error
 
 
@@ -491,9 +473,6 @@ def _as_png(image: Any) -> bytes:
         except Exception as error:
             raise InvalidMedia(f"is damaged, or cannot be PNG: {error_text(error)}") from error
     return made.getvalue()
-
-
-# what is written ------------------------------------------------------------------------------------------------------
 
 
 def without_bytes(value: object) -> object:

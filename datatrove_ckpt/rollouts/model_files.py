@@ -1,7 +1,4 @@
-"""Counts a text's tokens with the model's own tokenizer, from a folder or from the Hugging Face hub.
-
-The package ``tokenizers`` is an extra.
-"""
+"""Counts a text's tokens with the model's own tokenizer, from a folder or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ _LOCAL = ("/", ".", "~", "$")
 
 
 def _find_file(model: str, revision: str | None) -> Path:
-    """The model's ``tokenizer.json``: in a folder, the file itself, or downloaded into the hub's cache.
+    """The model's ``tokenizer.json``.
 
     Args:
         model: a folder, a file, or a repository of the hub.
-        revision: branch, tag or commit of the repository; None: the default branch.
+        revision: of the repository; None: the default branch.
 
     Raises:
         ConfigError: there is no such file, or it cannot be downloaded.
@@ -48,7 +45,7 @@ def _find_file(model: str, revision: str | None) -> Path:
         return Path(hf_hub_download(model, _TOKENIZER, revision=revision))
     except ImportError:
         raise ConfigError(f"tokenizer: {missing_package('huggingface_hub')}") from None
-    except Exception as error:  # the client's errors, those of the network, and those of the disk
+    except Exception as error:  # of the client, the network and the disk
         where = f"{model!r}"
         if revision is not None:
             where += f" at {revision!r}"
@@ -73,21 +70,20 @@ class TokenCounter(NamedTuple):
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def starts(self, text: str) -> list[int]:
-        """Where each token begins in the text, in characters."""
+        """Where each token begins, in characters."""
         return [start for start, _ in self.tokenizer.encode(text, add_special_tokens=False).offsets]
 
 
 def load_counter(name: str, revision: str | None, expected: str | None = None) -> TokenCounter:
-    """The tokenizer of a model. Each process reads it once.
+    """The tokenizer of a model, read once.
 
     Args:
-        name: see ``_find_file``.
         expected: the digest that it had when the run was made.
 
     Raises:
         ConfigError: it is not there, cannot be read, or is another one than expected.
     """
-    with _loading:  # threads that need it at once wait for the first of them
+    with _loading:  # threads wait for the first load
         counter = _load(name, revision)
     if expected not in (None, counter.digest):
         raise ConfigError(
@@ -108,7 +104,7 @@ def _load(name: str, revision: str | None) -> TokenCounter:
         tokenizer = Tokenizer.from_str(data.decode("utf-8"))
     except ConfigError as error:
         raise ConfigError(f"{error} {_ADVICE}.") from None
-    except Exception as error:  # the disk's errors, and those of the library, which raises plain Exceptions
+    except Exception as error:  # of the disk, and of the library, which raises plain Exceptions
         raise ConfigError(f"tokenizer: {_TOKENIZER} of {name!r} is broken: {error_text(error)}. {_ADVICE}.") from None
     tokenizer.no_truncation()  # a model for short texts has one in its file
     tokenizer.no_padding()

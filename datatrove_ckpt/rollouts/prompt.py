@@ -1,6 +1,6 @@
 """One request per document, made from a template."""
 
-# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+# No postponed annotations: the YAML loader checks values by them, also in subclasses.
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class PromptRollout(OneRequest):
         template = getattr(self, name)
         if self.images is None:
             check_template(template, name)
-        else:  # the documents differ in their media, so a prompt may say the same to all
+        else:  # the documents differ in their media
             parse(template, name)
         for setting in ("max_image_side", "media_folder"):
             if self.images is None and getattr(self, setting) is not None:
@@ -92,7 +92,7 @@ class PromptRollout(OneRequest):
             check_pillow()
         super().__post_init__()
         if self.max_chars is None:
-            del self.max_chars  # the class has it, and the identity of runs that were made without it stays the same
+            del self.max_chars  # the class has it, and the identity of older runs stays the same
         elif self.max_chars <= fixed_length(template):
             raise ConfigError(f"max_chars: must be greater than the length of {name}; it is {self.max_chars!r}.")
 
@@ -113,7 +113,7 @@ class PromptRollout(OneRequest):
         return parts_of(document, self)
 
     def drop_sent(self, document: Document) -> None:
-        """Removes bytes that were sent from the document's metadata, once all its rollouts have ended."""
+        """Removes bytes that were sent from the document's metadata."""
         if self.images not in (None, MEDIA) and self.images in document.metadata:
             document.metadata[self.images] = without_bytes(document.metadata[self.images])
 
@@ -166,11 +166,10 @@ class CompletionRollout(OneRequest):
 
 
 def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
-    """The rollout as a run with this config calls it. One that is not of this package is returned as it is.
+    """The rollout as a run with this config calls it.
 
     Raises:
-        ConfigError: its payloads are for the other kind of request, so every request would be rejected; or see
-            ``ReadyMade.for_config``.
+        ConfigError: its payloads are for the other kind of request; or see ``ReadyMade.for_config``.
     """
     chats = None
     if rollout_fn is chat:
@@ -188,7 +187,7 @@ def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
 
 
 async def filled_text(rollout: WholeText, template: str, document: Document) -> str:
-    """The template with the document's values, for a request that takes one text; cut to the rollout's limit.
+    """The template with the document's values, for a request that takes one text.
 
     Raises:
         ConfigError: the document has a list of messages instead of a text, or lacks a value.
@@ -223,5 +222,5 @@ async def cut_to_limit(rollout: WholeText, template: str, filled: Filled, text: 
         counter = rollout._counter()
         return cut_to_tokens(filled, text, times, limit - counter.count(system_prompt), counter)
 
-    # Counting a long text takes milliseconds, and reading a tokenizer a second.
+    # Counting takes milliseconds, and reading a tokenizer a second.
     return await asyncio.to_thread(cut)

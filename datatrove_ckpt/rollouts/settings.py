@@ -1,26 +1,27 @@
-"""What the ready-made rollouts have in common: settings, and how they are fitted to the config of a run."""
+"""What the ready-made rollouts have in common."""
 
-# No postponed annotations: the YAML loader checks values by them, also those of fields that another module defines.
+# No postponed annotations: the YAML loader checks values by them, also in subclasses.
 
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from datatrove.pipeline.inference.types import InferenceResult
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.inference_config import FormEngine
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, InvalidAnswer, Schema, engine_of
+from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, InvalidAnswer, engine_of
 from datatrove_ckpt.rollouts.interface import Generate, Payload
 from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
 
 _CHAT_TEMPLATE_TOKENS = 64
-_SPECIAL_TOKENS = 8  # that a tokenizer puts around a text, such as [CLS]
+_SPECIAL_TOKENS = 8  # around a text, such as [CLS]
 ReadAnswer: TypeAlias = Callable[[InferenceResult], tuple[str, str]]
 
 
@@ -28,8 +29,8 @@ ReadAnswer: TypeAlias = Callable[[InferenceResult], tuple[str, str]]
 class ReadyMade:
     """The settings that all ready-made rollouts share. Subclasses document them.
 
-    Those here, and all of the subclasses that are given by keyword only, were added after the first release. They are
-    missing from ``vars`` while they have their defaults, so that earlier runs are the same runs.
+    Settings that are given by keyword only came after the first release. They are missing from ``vars`` while they have
+    their defaults, so that earlier runs are the same runs.
     """
 
     prompt_column: str | None = None
@@ -42,7 +43,7 @@ class ReadyMade:
     uses_chat: ClassVar[bool | None] = True
     """The ``use_chat`` that the config must have; None: either."""
     _token_setting: ClassVar[str]
-    _unread: ClassVar[tuple[str, ...]] = ()  # parameters of which the rollout does not use what they give
+    _unread: ClassVar[tuple[str, ...]] = ()  # parameters whose results the rollout does not use
     _set_elsewhere: ClassVar[tuple[str, ...]] = ("messages", "prompt", "model", "stream")
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class ReadyMade:
         return "prompt"
 
     def _own_params(self) -> Payload | None:
-        """``generation_params``: a field of the subclasses, where it has its place among the positional ones."""
+        """A field of the subclasses, where it is positional."""
         params: Payload | None = getattr(self, "generation_params", None)
         return params
 
@@ -88,7 +89,7 @@ class ReadyMade:
                 del vars(self)[one.name]
 
     def for_config(self, config: InferenceConfig) -> Self:
-        """A copy that knows what it needs of the config. What it finds in the model's files is part of its identity.
+        """A copy that knows what it needs of the config and the model's files, which is part of its identity.
 
         Raises:
             ConfigError: a file of the model is missing, or the settings do not go together.
@@ -112,7 +113,7 @@ class ReadyMade:
         self._refuse_unread(self._unread, "generation_params", {**config.default_generation_params, **self._params()})
 
     def prepare(self) -> None:
-        """Reads the tokenizer on the machine that processes documents: if it is missing, no document is at fault.
+        """Reads the tokenizer here: if it is missing, no document is at fault.
 
         Raises:
             ConfigError: it cannot be read, or is another one.
@@ -121,7 +122,7 @@ class ReadyMade:
             self._counter()
 
     def _counter(self) -> TokenCounter:
-        """May read a file: to be called in a thread."""
+        """May read a file: call it in a thread."""
         if self.counted_by is None:
             if self.tokenizer is None:
                 raise ConfigError("tokenizer: is not known outside of an InferenceRunner; call for_config(config).")
@@ -135,7 +136,7 @@ class ReadyMade:
 
 @dataclass(kw_only=True)
 class WholeText(ReadyMade):
-    """The settings of rollouts whose requests are whole documents: a limit in tokens."""
+    """The settings of rollouts whose requests are whole documents."""
 
     max_prompt_tokens: int | Literal["auto"] | None = None
     # found by for_config
@@ -155,11 +156,10 @@ class WholeText(ReadyMade):
             self.prompt_tokens = self._left_for_the_prompt(config)
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
-        """Where the answer is no text, so that it takes no tokens."""
+        """Where the answer takes no tokens."""
         return max(1, config.model_max_context - _SPECIAL_TOKENS)
 
     def _limit(self) -> int | None:
-        """Tokens that a prompt may have."""
         if self.max_prompt_tokens != "auto":
             return self.max_prompt_tokens
         if self.prompt_tokens is None:
@@ -171,7 +171,7 @@ class WholeText(ReadyMade):
 class OneRequest(WholeText):
     """The settings of rollouts whose answers are texts: their form."""
 
-    json_schema: Schema | None = None
+    json_schema: JsonObject | None = None
     regex: str | None = None
     choice: list[str] | None = None
     answer_attempts: int = 3
@@ -191,7 +191,7 @@ class OneRequest(WholeText):
 
     @property
     def _is_free(self) -> bool:
-        """An answer may have any form. The usual case, and one that is looked at for each request."""
+        """Asked for each request."""
         return self.json_schema is None and self.regex is None and self.choice is None
 
     @property
@@ -210,7 +210,7 @@ class OneRequest(WholeText):
 
     def prepare(self) -> None:
         super().prepare()
-        self.form.check()  # its package may be missing here
+        self.form.check()
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
         params = {**config.default_generation_params, **self._params()}
@@ -255,7 +255,7 @@ class OneRequest(WholeText):
 
         Args:
             read: the answer's text without what surrounds it, and what is wrong with it.
-            form: the setting that says the form, for the error.
+            form: the setting that says the form.
             shows: a further attempt shows the model its answer.
         """
         last = ""
@@ -274,9 +274,8 @@ class OneRequest(WholeText):
 
 
 def _with_error(payload: Payload, answer: str, problem: str) -> Payload:
-    """The conversation goes on: what is wrong with the answer."""
     if "messages" not in payload:
         return payload
     said = f"That answer is not valid: {problem}. Answer again, correctly and completely, and write nothing else."
-    more: list[dict[str, Any]] = [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    more: list[JsonObject] = [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
     return {**payload, "messages": [*payload["messages"], *more]}

@@ -1,20 +1,21 @@
-"""What a rollout makes its request from: the document's text or one of its columns, as a text or a list of messages."""
+"""What a rollout makes its request from: the document's text or one of its columns."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import orjson
 from datatrove.data import Document
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.templates import lacks
 
-Messages: TypeAlias = list[dict[str, Any]]
+Messages: TypeAlias = list[JsonObject]
 
 
 class MessagesText(str):
-    """A list of messages as JSON, for the output. Further rollouts of the same document still find the list."""
+    """A list of messages as JSON, for the output. Further rollouts of the document still find the list."""
 
     messages: Messages
 
@@ -28,7 +29,7 @@ class MessagesText(str):
 def prompt_source(document: Document, column: str | None) -> str | Messages:
     """The document's text, or the value of a metadata column: a text or a list of messages.
 
-    A list in ``document.text`` is written to the output as JSON, because the text of an output must be a text.
+    A list in ``document.text`` becomes JSON: the text of an output must be a text.
 
     Raises:
         ConfigError: the column is missing or null, or a list holds something else than messages.
@@ -57,13 +58,13 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
 
 
 def with_system(system_prompt: str | None, messages: Messages) -> Messages:
-    """The messages after the system message, unless they begin with one of their own."""
+    """The messages after the system message, unless they begin with one."""
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def _checked(document: Document, place: str, value: list[Any]) -> Messages:
+def _checked(document: Document, place: str, value: Messages) -> Messages:
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(

@@ -14,7 +14,7 @@ from datatrove_ckpt.errors import ConfigError
 
 _FIELD = re.compile(r"metadata\[([^\[\]{}]+)\]|(?!metadata$)([^\W\d]\w*)")
 _OWN = ("text", "id")
-_NULLS: set[str] = set()  # keys of which this process has said that they may be null
+_NULLS: set[str] = set()  # of which this process has said that they may be null
 _ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace"
 _DOCUMENT = "[[DOCUMENT]]"
 BARE = ("{text}", _DOCUMENT)
@@ -25,7 +25,7 @@ BARE = ("{text}", _DOCUMENT)
 def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str], ...]:
     """(literal, name, metadata key) for each part of a template. A literal has no name; that of ``{KEY}`` is "key".
 
-    ``str.format`` is not used: ``{text.__class__}`` would reach Python's objects.
+    ``str.format`` would reach Python's objects: ``{text.__class__}``.
 
     Raises:
         ConfigError: it is broken, or has a name that is not allowed.
@@ -71,17 +71,15 @@ def check_template(template: str, setting: str = "prompt") -> None:
 
 
 def times_text(template: str) -> int:
-    """How often the document's text is filled in."""
     return sum(name == "text" for _, name, _ in parse(template))
 
 
 def fixed_length(template: str) -> int:
-    """Characters of the template that are there for every document."""
     return sum(len(literal) for literal, _, _ in parse(template))
 
 
 def fill(template: str, document: Document, text: str, **others: str) -> str:
-    """The template with the document's values, ``text`` for its text, and ``others`` before the metadata for ``{KEY}``.
+    """The template with the document's values. ``others`` come before the metadata for ``{KEY}``.
 
     Raises:
         ConfigError: the document lacks one of the values.
@@ -90,7 +88,6 @@ def fill(template: str, document: Document, text: str, **others: str) -> str:
 
 
 def lacks(document: Document, setting: str, key: str) -> ConfigError:
-    """The document has no metadata of this name."""
     keys = list(map(str, document.metadata))
     close = difflib.get_close_matches(key, [*keys, *(one for one in _OWN if one != key)], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -1,8 +1,7 @@
 """For tests: a server that counts requests, and disks that crash a job wherever it can crash.
 
-This room is public, so that users can test their own rollouts, adapters and writers. It may import ``checkpoint`` and
-``mirror``, whose effects it replaces; nothing in the package imports it. Start at ``crashes``
-(``assert_same_output_after_crash``), then ``disks`` (what a crash leaves behind) and ``server`` (``FakeServer``).
+Users test their own rollouts, adapters and writers with it. Nothing in the package imports it. Start at
+``assert_same_output_after_crash``.
 """
 
 from datatrove_ckpt.testing.crashes import CrashReport, assert_same_output_after_crash, outputs

@@ -31,10 +31,10 @@ class CrashReport:
 
     Attributes:
         points: the effects at which the first attempt crashed.
-        attempts: number of attempts of the job.
         survivors: number of folders that the crashes may leave behind.
-        states: hashes of the folders that differ, each with the number of further crashes that were tried from there. A
-            folder that was seen before has the same future, and is tried again only for more crashes than then.
+        states: hashes of the folders that differ, each with the number of further crashes that were tried from there.
+            An
+            equal folder is tried again only for more crashes.
     """
 
     points: list[str] = field(default_factory=list)
@@ -43,7 +43,6 @@ class CrashReport:
     states: dict[str, int] = field(default_factory=dict)
 
     def is_new(self, folder: Path, further: int) -> bool:
-        """Whether the folder must be tried with ``further`` more crashes."""
         state = _state(folder)
         self.survivors += 1
         if self.states.get(state, -1) >= further:
@@ -97,7 +96,6 @@ def assert_same_output_after_crash(
     expected = outputs(folder / output)
 
     def resume(crashes: list[str], depth: int) -> None:
-        """Goes on from what is in the folder: with a crash at every effect, or at depth 0 undisturbed."""
         if not depth:
             run(folder)
             report.attempts += 1
@@ -125,21 +123,21 @@ def assert_same_output_after_crash(
                     resume([*crashes, f"{disk.crashed_at} ({survivor})"], further)
 
     copy_tree(fresh, folder)
-    # No time passes: else no two folders would be equal.
+    # Otherwise no two folders would be equal.
     with patch.multiple(clock, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
         resume([], 2 if recoveries else 1)
     return report
 
 
 def _state(folder: Path) -> str:
-    """Hashes what the next attempt can see. SQLite's files hold random numbers, so their rows are hashed instead."""
+    """Hashes what the next attempt can see. SQLite's files hold random numbers: their rows count."""
     digest = xxhash.xxh3_128()
     for name, content in outputs(folder).items():
         if name.endswith(f"/{LOCK}") or f"{CACHE}-" in name:
             continue
         digest.update(name.encode())
         if name.endswith(f"/{HISTORY}"):
-            # Of a history only the last byte decides what the next attempt does. The numbers in it are for people.
+            # Of a history only the last byte decides what the next attempt does.
             records = map(parse_line, whole_lines(content))
             kinds = [getattr(record, "KIND", None) for record in records]
             content = repr((content[-1:], kinds)).encode()
@@ -154,7 +152,7 @@ def _rows(database: Path) -> bytes:
     return _dump(tuple((path.name, path.read_bytes()) for path in found))
 
 
-@functools.lru_cache(64)  # most survivors of a crash have the same database
+@functools.lru_cache(64)  # most survivors have the same database
 def _dump(contents: tuple[tuple[str, bytes], ...]) -> bytes:
     with tempfile.TemporaryDirectory() as copy:
         for name, content in contents:
@@ -164,7 +162,6 @@ def _dump(contents: tuple[tuple[str, bytes], ...]) -> bytes:
 
 
 def assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -> None:
-    """Asserts that the folder holds these files, after what is named."""
     actual = outputs(folder)
     assert actual.keys() == expected.keys(), f"after {crashes}: files {sorted(actual)}, not {sorted(expected)}"
     for name, content in expected.items():

@@ -38,21 +38,21 @@ class SimulatedCrash(BaseException):
 
 
 class WatchedDisk(files.Disk):
-    """A disk whose effects happen one at a time, with a call of ``before`` and ``after`` for each."""
+    """A disk whose effects happen one at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.happened: list[str] = []
-        self._lock = self._appending  # a thread that appends holds it when its write comes here
+        self._lock = self._appending  # held by a thread that appends when its write comes here
 
     def before(self, name: str, args: Arguments, label: str) -> None:
-        """Called before an effect, which does not happen if this raises."""
+        """Raises to prevent the effect."""
 
     def after(self, name: str, args: Arguments) -> None:
         """Called after an effect."""
 
     def happen(self, name: str, args: Arguments, path: Path | str, effect: Callable[[], int | None]) -> int | None:
-        """Does an effect on the disk or on a remote: all of them have one order."""
+        """Does an effect on the disk or on a remote, in one order."""
         with self._lock:
             label = f"{name} {Path(path).name}"
             self.before(name, args, label)
@@ -63,14 +63,14 @@ class WatchedDisk(files.Disk):
 
 
 class WatchedRemote(object_store.Effects):
-    """A remote whose effects happen in one order with those of a disk, and crash with it."""
+    """A remote whose effects have one order with those of a disk, and crash with it."""
 
     def __init__(self, disk: WatchedDisk) -> None:
         self.disk = disk
 
 
 def path_of(args: Arguments) -> Path:
-    """Returns the path that an effect changes: its last path, which for a rename is the target."""
+    """The path that an effect changes: its last path, which for a rename is the target."""
     return next(argument for argument in reversed(args) if isinstance(argument, Path))
 
 
@@ -92,13 +92,13 @@ for _name in REMOTE_EFFECTS:
 class CrashingDisk(WatchedDisk):
     """A disk on which ``crash_at`` effects happen. The next effect crashes, and from then on every effect raises.
 
-    A copy of the folder as it was at the crash is kept beside it. So what a crashed attempt still does while it ends
-    (SQLite cleans up when it is closed) never helps the next attempt.
+    A copy of the folder as it was at the crash is kept beside it: what a crashed attempt still does while it ends never
+    helps the next attempt.
 
     Args:
         crash_at: number of effects that happen.
         folder: the folder to copy at the crash.
-        torn: the crash comes in the middle of the effect, if that is a write, or a put to a remote.
+        torn: a write, or a put to a remote, crashes in the middle.
         counted: names of the effects that count, and at which the disk may crash.
     """
 

@@ -6,14 +6,13 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Self, TypeAlias
+from typing import Self
 
 import orjson
 import xxhash
 from aiohttp import web
 
-Payload: TypeAlias = dict[str, Any]
-"""The JSON of a request or an answer. Its values are ``Any`` because a rollout may send anything."""
+from datatrove_ckpt.common import JsonObject
 
 
 class FakeServer:
@@ -29,28 +28,28 @@ class FakeServer:
 
     def __init__(
         self,
-        answer: Callable[[Payload, int], str] | None = None,
-        status: Callable[[Payload, int], int | None] = lambda payload, times: None,
-        delay: Callable[[Payload, int], float] = lambda payload, times: 0.0,
+        answer: Callable[[JsonObject, int], str] | None = None,
+        status: Callable[[JsonObject, int], int | None] = lambda payload, times: None,
+        delay: Callable[[JsonObject, int], float] = lambda payload, times: 0.0,
         hold_after: int | None = None,
     ) -> None:
         self.asked: Counter[str] = Counter()
         """Number of requests by question: the last message's text or the prompt, as JSON if it is more than text; of
         another path without a prompt the whole payload."""
-        self.payloads: list[Payload] = []
+        self.payloads: list[JsonObject] = []
         self.error = "refused"
         """The message of answers with another status than 200."""
         self.finish_reason: str | None = "stop"
         """``finish_reason`` of each answer."""
-        self.usage: Payload | None = None
+        self.usage: JsonObject | None = None
         """``usage`` of each answer. None: counts of words."""
-        self.message: Payload = {}
+        self.message: JsonObject = {}
         """What each answer's message has beside its content, such as tool calls."""
-        self.logprobs: Payload | None = None
+        self.logprobs: JsonObject | None = None
         """``logprobs`` of each choice."""
         self.most_choices = 128
         """Of the ``n`` that a payload asks for."""
-        self.paths: dict[str, Callable[[Payload], Payload]] = {}
+        self.paths: dict[str, Callable[[JsonObject], JsonObject]] = {}
         """What answers the payloads of other paths, such as /v1/embeddings. One that is not here is not found."""
         self._answer = answer or _answer_to
         self._status = status
@@ -121,7 +120,7 @@ class FakeServer:
         if other is not None:
             return web.Response(body=orjson.dumps(other(payload)), content_type="application/json")
         text = self._answer(payload, times)
-        choice: Payload = {"finish_reason": self.finish_reason}
+        choice: JsonObject = {"finish_reason": self.finish_reason}
         if "messages" in payload:
             choice["message"] = {"role": "assistant", "content": text, **self.message}
         else:
@@ -134,7 +133,7 @@ class FakeServer:
         return web.Response(body=body, content_type="application/json")
 
 
-def _question(payload: Payload) -> str:
+def _question(payload: JsonObject) -> str:
     asked = payload.get("prompt", payload)
     if "messages" in payload:
         asked = payload["messages"][-1].get("content")
@@ -145,5 +144,5 @@ def _question(payload: Payload) -> str:
     return orjson.dumps(asked, option=orjson.OPT_SORT_KEYS).decode()
 
 
-def _answer_to(payload: Payload, times: int) -> str:
+def _answer_to(payload: JsonObject, times: int) -> str:
     return f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload, option=orjson.OPT_SORT_KEYS))}"

@@ -41,7 +41,7 @@ from datatrove_ckpt.generation.generate import Drain, Requests
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
-from datatrove_ckpt.inference.servers import connect
+from datatrove_ckpt.inference.servers import endpoints
 from datatrove_ckpt.process.screen import RankProgress
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -264,7 +264,7 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
     monkeypatch.setattr(progress, "_REPORT_SECONDS", 0.01)
     monkeypatch.setattr(progress, "_SILENCE_SECONDS", 0.4)
     policy("ENDPOINT", first=0.01, longest=0.02)
-    states, get, now = [], connect._get, RankReporter.now
+    states, get, now = [], endpoints._get, RankReporter.now
     history = here / "checkpoints/00000/history.jsonl"
 
     def lines() -> list[Progress]:
@@ -279,7 +279,7 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
         states.append(now(rank).state)
         return now(rank)
 
-    monkeypatch.setattr(connect, "_get", away)
+    monkeypatch.setattr(endpoints, "_get", away)
     monkeypatch.setattr(RankReporter, "now", shown)
     if several:
         runner(here, writes, judges).run(documents(1))

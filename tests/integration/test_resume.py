@@ -20,8 +20,8 @@ from datatrove.pipeline.readers import JsonlReader as CountingReader
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed
-from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.prefetch import DocumentSource
+from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import EFFECTS
@@ -127,7 +127,7 @@ def test_what_is_done_is_passed_while_the_server_gets_ready(
     kind = JsonlReader if reader == "compressed" else CountingReader
     again = interrupted(folder, server, read(folder, kind))
     starting, passed = threading.Event(), threading.Event()
-    skip, connect = DocumentSource._skip, rank_module.connect
+    skip, lend = DocumentSource._skip, ServerHost.lend
 
     def skip_beside_the_start(source: DocumentSource, point: ResumePoint) -> None:
         assert starting.wait(300)
@@ -138,11 +138,11 @@ def test_what_is_done_is_passed_while_the_server_gets_ready(
     async def start_beside_the_skip(*settings: Any) -> AsyncIterator[Any]:
         starting.set()
         assert await asyncio.to_thread(passed.wait, 300)
-        async with connect(*settings) as connected:
+        async with lend(*settings) as connected:
             yield connected
 
     monkeypatch.setattr(DocumentSource, "_skip", skip_beside_the_start)
-    monkeypatch.setattr(rank_module, "connect", start_beside_the_skip)
+    monkeypatch.setattr(ServerHost, "lend", start_beside_the_skip)
     again.run(read(folder, kind))
     assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
 

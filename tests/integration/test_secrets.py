@@ -23,8 +23,7 @@ from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, RequestRejected
-from datatrove_ckpt.inference.servers.connect import connect
-from tests.clients import client_of
+from tests.clients import client_of, lent_client
 from tests.unit.test_client import BODY, Reply, answer, chat, http, never, reset, serving, then_close
 
 KEY, CODE, PASSWORD = "sk-canary-key-1234", "canary/code 5678", "canary:pass-9012"
@@ -70,7 +69,7 @@ def said() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datatrove_ckpt.inference.servers.connect._PROBE_TIMEOUT", 0.3)  # seconds
+    monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoints._PROBE_TIMEOUT", 0.3)  # seconds
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     monkeypatch.setenv("CODE", quote(CODE, safe=""))
     for name in ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
@@ -147,12 +146,12 @@ async def endpoint(layer: str, user: bool) -> AsyncIterator[InferenceConfig]:
 
 
 async def start(config: InferenceConfig) -> None:
-    async with connect(config, 0):
+    async with lent_client(config):
         pass
 
 
 async def complete(config: InferenceConfig) -> None:
-    from datatrove_ckpt.inference.servers.connect import ExternalServers
+    from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 
     servers = ExternalServers(config)
     async with client_of(config, servers.urls, servers.api_key) as client:

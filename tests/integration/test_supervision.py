@@ -31,6 +31,8 @@ from datatrove_ckpt.inference.servers import pool, server
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
+from datatrove_ckpt.inference.servers.warm import RankModels
+from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import client_of
 from tests.patience import ChangePolicy, until, until_async
 from tests.processes import is_alive, write_program
@@ -147,7 +149,8 @@ class Run:
 @asynccontextmanager
 async def running(settings: InferenceConfig) -> AsyncIterator[Run]:
     async with client_of(settings) as client:
-        servers = ServerPool(settings, 0, client.servers)
+        models = RankModels([settings], 0, keeps=False)
+        servers = ServerPool(settings, 0, client.servers, Shutdown(), models)
         async with servers.running() as watch:
             yield Run(client, servers, watch)
 

@@ -17,10 +17,11 @@ from datatrove.data import Document
 
 from datatrove_ckpt.common.redaction import HiddenBytes
 from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
-from datatrove_ckpt.inference.servers import connect
-from datatrove_ckpt.inference.servers.connect import ExternalServers
+from datatrove_ckpt.inference.servers import endpoints
+from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.process.screen import reporting_to
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
@@ -172,31 +173,27 @@ def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here: Path, c
         assert first.wait() == 0
 
 
-@pytest.mark.parametrize(("failures", "silent"), [(2, 3600.0), (1, 0.0)])
 def test_an_endpoint_that_is_down_is_said_while_we_wait(
     server: FakeServer,
     log: list[str],
     monkeypatch: pytest.MonkeyPatch,
     policy: ChangePolicy,
-    failures: int,
-    silent: float,
 ) -> None:
-    """One that refuses connections is said at the second failure, one that does not answer at the first."""
-    causes = iter(["no connection"] * failures + [None])
+    causes = iter(["no connection", None])
 
     async def get(*_: Any) -> Response:
         if cause := next(causes):
             raise ExchangeFailed(cause)
-        return Response(200, HiddenBytes(b"{}"), "")
+        return Response(200, HiddenBytes(b"{}"))
 
-    monkeypatch.setattr(connect, "_get", get)
+    monkeypatch.setattr(endpoints, "_get", get)
     policy("ENDPOINT", first=0.0)
-    monkeypatch.setattr(connect, "_SILENT", silent)
-    monkeypatch.setattr(connect, "ready_window", lambda config: 3600.0)
+    monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
+    monkeypatch.setattr(endpoints, "ready_window", lambda config: 3600.0)
     asyncio.run(ExternalServers(config(server)).start())
     assert [line.split()[0] for line in log] == ["WARNING", "INFO"]
     assert f"The server is unreachable ({server.url}: no connection); waiting, " in log[0]
-    assert "An endpoint answers, after " in log[1]
+    assert "The server answers, after " in log[1]
 
 
 def test_the_end_says_what_was_checked_skipped_and_sent_again(here: Path, command: Command) -> None:

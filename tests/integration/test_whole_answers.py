@@ -249,8 +249,9 @@ def test_several_choices_are_those_that_were_asked_for(choices: list[dict[str, A
     if error is None:
         assert len(parse(_with_choices(*choices)).choices) == 2
     else:
-        with pytest.raises(RetryableError, match=error):
+        with pytest.raises(RetryableError) as caught:
             parse(_with_choices(*choices))
+        assert error in f"{caught.value}: {caught.value.quoted}"
 
 
 def test_one_choice_without_a_finish_reason_is_an_unfinished_answer() -> None:
@@ -288,12 +289,12 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(
 
 def test_a_refusal_is_kept_with_its_choice() -> None:
     no = {"message": {"content": None, "refusal": "I can't."}}
-    (one,) = CHAT.parse(_with_choices(no), str).choices
+    (one,) = CHAT.parse(_with_choices(no)).choices
     assert one["text"] == ""
     assert one["refusal"] == "I can't."
-    found = CHAT.parse(_with_choices({"index": 0}, {"index": 1, **no}), str).choices
+    found = CHAT.parse(_with_choices({"index": 0}, {"index": 1, **no})).choices
     assert [choice.get("refusal") for choice in found] == [None, "I can't."]
-    assert CHAT.parse(_with_choices({"message": {"content": "a", "refusal": None}}), str).choices == []
+    assert CHAT.parse(_with_choices({"message": {"content": "a", "refusal": None}})).choices == []
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_a_refusal_is_kept_with_its_choice() -> None:
     ],
 )
 def test_thoughts_among_the_parts_of_a_content_are_its_reasoning(content: Any, text: str, reasoning: str) -> None:
-    found = CHAT.parse(_with_choices({"message": {"content": content}}), str)
+    found = CHAT.parse(_with_choices({"message": {"content": content}}))
     assert (found.text, found.reasoning) == (text, reasoning)
 
 
@@ -425,7 +426,7 @@ def test_chunks_have_one_schema_whenever_the_first_tool_call_comes(
 def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat() -> None:
     logprobs = {"tokens": ["a"], "top_logprobs": [{"a": -0.5, "b": -1.0}, None]}
     body = orjson.dumps({"choices": [{"text": "a", "finish_reason": "stop", "logprobs": logprobs}]})
-    found = COMPLETIONS.parse(body, str).logprobs
+    found = COMPLETIONS.parse(body).logprobs
     assert found is not None
     assert found["top_logprobs"] == [[{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.0}], None]
 
@@ -435,10 +436,10 @@ def test_a_response_that_failed_is_no_answer(status: str) -> None:
     body = orjson.dumps({"object": "response", "status": status, "error": None, "output": []})
     parse = way_to("/v1/responses").parse
     if status in ("completed", "incomplete"):
-        assert parse(body, str).answer == {"object": "response", "status": status, "error": None, "output": []}
+        assert parse(body).answer == {"object": "response", "status": status, "error": None, "output": []}
     else:
         with pytest.raises(RetryableError, match=status):
-            parse(body, str)
+            parse(body)
 
 
 def test_a_slash_at_the_end_is_the_same_path() -> None:

@@ -36,7 +36,7 @@ import pytest
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected
 from datatrove_ckpt.inference.client.answers import way_to
-from datatrove_ckpt.inference.servers.connect import connect
+from tests.clients import lent_client
 from tests.real import environment
 from tests.real.test_vllm import ENVIRONMENT, vllm_server
 from tests.real.ways_job import LABELS, texts
@@ -161,7 +161,7 @@ def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path: 
 @needs_weights
 async def test_a_text_that_is_too_long_for_llamacpp_is_refused_once() -> None:
     config = InferenceConfig(**EMBEDS)
-    async with connect(config, 0) as (client, _):
+    async with lent_client(config) as client:
         for text, problem in (("word " * 300, "301 tokens"), ("", "cannot be empty")):
             with pytest.raises(RequestRejected, match=problem):
                 await client.complete(json.dumps({"input": text}).encode(), way_to("/v1/embeddings"))

@@ -437,7 +437,7 @@ async def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -
     assert re.match(
         r"WARNING The server gives no answers \(HTTP 503 .*; waiting, \d+ s of 600 s \(server_patience", said[0]
     )
-    assert re.match(r"INFO Requests are answered again, after \d+ s\.", log[-1])
+    assert re.match(r"INFO The server answers, after \d+ s\.", log[-1])
 
 
 def only_others(status: int) -> Reply:
@@ -507,17 +507,21 @@ async def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
 @pytest.mark.parametrize(
     ("header", "low", "high"),
     [
-        ("7", 7, 7),
-        ("9999", 120, 120),
-        ("-3", 0, 0.5),
-        ("soon", 0, 0.5),
+        ("Retry-After: 7", 7, 7),
+        ("Retry-After: 9999", 120, 120),
+        ("Retry-After: -3", 0, 0.5),
+        ("Retry-After: soon", 0, 0.5),
+        ("Retry-After: nan", 0, 0.5),
         (60, 40, 60),  # a date, so many seconds from now
         (-60, 0, 0.5),
+        ("Retry-After: 60\r\nRetry-After-Ms: 7000", 7, 7),
+        ('RateLimit: "api";r=0;t=7', 7, 7),
     ],
 )
-def test_retry_after_is_respected(header: str | int, low: float, high: float) -> None:
-    given = formatdate(time.time() + header, usegmt=True) if isinstance(header, int) else header
-    outcome = Outcome(answer(http(429, b"", f"Retry-After: {given}")), GOOD)
+def test_a_wait_that_the_server_asks_for_is_respected(header: str | int, low: float, high: float) -> None:
+    if isinstance(header, int):
+        header = f"Retry-After: {formatdate(time.time() + header, usegmt=True)}"
+    outcome = Outcome(answer(http(429, b"", header)), GOOD)
     assert low <= sum(outcome.sleeps) <= high + 1e-9
 
 
@@ -756,7 +760,7 @@ async def test_a_restarted_server_gets_few_requests_first_under_auto() -> None:
     async with client_of(settings) as client:
         target = client.servers.add()
         for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
-            client.servers.mark_up(target, url, None)
+            client.servers.mark_up(target, HiddenUrl(url), None)
             assert target.limit == 16
             target.limit = 300
             client.servers.router.mark_dead(target, "restart")
@@ -786,7 +790,7 @@ async def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type
 
 def test_two_kinds_of_credentials_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="credentials"):
-        ModelServers(config()).add_endpoints(["http://user:hush@localhost"], "key")
+        ModelServers(config()).add_endpoints([HiddenUrl("http://user:hush@localhost")], Key("key"))
 
 
 async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -807,7 +811,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
         client_of(config()) as client,
     ):
         target = client.servers.add()
-        client.servers.mark_up(target, first, None)
+        client.servers.mark_up(target, HiddenUrl(first), None)
 
         async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
             writer.write(http(200, chat("wrong")))
@@ -817,7 +821,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
         asking = asyncio.create_task(client.complete(BODY))
         await old.arrived.acquire()
         await client.servers.disconnect(target)
-        client.servers.mark_up(target, second, Key("new"))
+        client.servers.mark_up(target, HiddenUrl(second), Key("new"))
         assert (await asking).text == "right"
         assert b"Bearer new" in new.requests[0][0]
         assert (client.stats.resent, client.stats.retries) == (1, 0)
@@ -832,7 +836,7 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         client_of(config()) as client,
     ):
         target = client.servers.add()
-        client.servers.mark_up(target, first, None)
+        client.servers.mark_up(target, HiddenUrl(first), None)
         given_up = asyncio.Event()
 
         async def posted_too_late(*request: Any) -> Any:
@@ -846,7 +850,7 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         asking = asyncio.create_task(client.complete(BODY))
         await given_up.wait()
         await client.servers.disconnect(target)
-        client.servers.mark_up(target, second, None)
+        client.servers.mark_up(target, HiddenUrl(second), None)
         assert (await asking).text == "right"
         assert (client.stats.answers, client.stats.resent, client.stats.cancelled) == (1, 1, 0)
 

@@ -22,24 +22,24 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 # What the server sends; the answer; whether the connection can be used again.
 ANSWERS = {
-    "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", Response(200, b"hello", ""), True),
-    "no reason": (b"HTTP/1.1 200\r\ncontent-length:5\r\n\r\nhello", Response(200, b"hello", ""), True),
-    "spaces": (b"HTTP/1.1 200 A B\r\nContent-Length: \t 5 \t\r\nX:\r\n\r\nhello", Response(200, b"hello", ""), True),
-    "204": (b"HTTP/1.1 204 No Content\r\n\r\n", Response(204, b"", ""), True),
-    "304": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", Response(304, b"", ""), True),
-    "retry": (b"HTTP/1.1 503 X\r\nretry-after: 7\r\nContent-Length: 1\r\n\r\nx", Response(503, b"x", "7"), True),
-    "close": (b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x", ""), False),
-    "1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x", ""), False),
+    "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", Response(200, b"hello"), True),
+    "no reason": (b"HTTP/1.1 200\r\ncontent-length:5\r\n\r\nhello", Response(200, b"hello"), True),
+    "spaces": (b"HTTP/1.1 200 A B\r\nContent-Length: \t 5 \t\r\nX:\r\n\r\nhello", Response(200, b"hello"), True),
+    "204": (b"HTTP/1.1 204 No Content\r\n\r\n", Response(204, b""), True),
+    "304": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", Response(304, b""), True),
+    "retry": (b"HTTP/1.1 503 X\r\nretry-after: 7\r\nContent-Length: 1\r\n\r\nx", Response(503, b"x", 7.0), True),
+    "close": (b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x"), False),
+    "1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x"), False),
     "continue first": (
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 X\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx",
-        Response(200, b"x", ""),
+        Response(200, b"x"),
         True,
     ),
-    "chunks": (CHUNKED + b"1\r\na\r\n00A\r\n0123456789\r\n0\r\n\r\n", Response(200, b"a0123456789", ""), True),
-    "trailer": (CHUNKED + b"1\r\na\r\n0\r\nA: b\r\nC: d\r\n\r\n", Response(200, b"a", ""), True),
+    "chunks": (CHUNKED + b"1\r\na\r\n00A\r\n0123456789\r\n0\r\n\r\n", Response(200, b"a0123456789"), True),
+    "trailer": (CHUNKED + b"1\r\na\r\n0\r\nA: b\r\nC: d\r\n\r\n", Response(200, b"a"), True),
     "both lengths": (
         b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nTransfer-Encoding: Chunked\r\n\r\n1\r\na\r\n0\r\n\r\n",
-        Response(200, b"a", ""),
+        Response(200, b"a"),
         False,
     ),
 }
@@ -112,7 +112,7 @@ def test_without_a_length_the_end_of_the_connection_ends_the_answer(head: bytes)
     for piece in (head, b"hel", b"lo"):
         assert not parser.feed(piece)
     assert parser.end()
-    assert parser.response() == Response(200, b"hello", "")
+    assert parser.response() == Response(200, b"hello")
     assert not parser.reusable
 
 

@@ -38,7 +38,7 @@ ROOMS = {
     "preflight": "errors common config process checkpoint mirror inference.servers output readers generation runner",
     "executors": "errors common config process checkpoint mirror claims inference.servers generation runner preflight",
     "cli": "errors common config process checkpoint maintenance claims preflight executors",
-    "testing": "checkpoint mirror",
+    "testing": "common checkpoint mirror",
 }
 
 NOT_ROOMS = ("", "__main__", "inference", "run_inference", "types")

@@ -105,7 +105,7 @@ def test_a_body_arrives_whole_at_a_server_that_reads_slowly_and_the_connection_s
 
     async def use(sending: Transport) -> None:
         for one in (made, b"{}", made):
-            assert await sending.send(one) == Response(200, b"{}", "")  # type: ignore[arg-type]
+            assert await sending.send(one) == Response(200, b"{}")  # type: ignore[arg-type]
 
     over(with_server(serve, use))
     assert came == [expected, b"{}", expected]

@@ -179,9 +179,9 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     assert "Submitted job 9: 1 worker for 2 of 5 tasks. " in capsys.readouterr().out
     mark_as_finished(3, tasks=3)
     assert run("--executor.tasks=3", "--dry-run") == 0
-    assert scripted(capsys.readouterr().out) == "# nothing to submit: all 3 tasks are complete\n"
+    assert scripted(capsys.readouterr().out) == "# nothing to submit: 3 tasks are complete\n"
     assert run("--executor.tasks=3") == 0
-    assert capsys.readouterr().out == "Nothing was submitted: all 3 tasks are complete.\n"
+    assert capsys.readouterr().out == "Nothing was submitted: 3 tasks are complete.\n"
 
 
 def test_markers_of_another_job_are_refused_before_anything_is_submitted(

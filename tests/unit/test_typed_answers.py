@@ -19,7 +19,7 @@ USAGE = {"prompt_tokens": 7, "total_tokens": 7}
 
 def kept(name: str, answer: Any, count: int = 1) -> Any:
     raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    completion = typed_way(name, "/v1/x", count).parse(raw, str)
+    completion = typed_way(name, "/v1/x", count).parse(raw)
     assert (completion.text, completion.finish_reason) == ("", "stop")
     return completion.answer
 
@@ -79,7 +79,7 @@ def test_classes(name: str, answer: Any, expected: Any) -> None:
 )
 def test_scores(answer: Any) -> None:
     assert from_base64(kept("score", answer, 2)["scores"]).tolist() == [0.25, 0.75]
-    parsed = typed_way("score", "/v1/x", 2).parse(json.dumps(answer).encode(), str)
+    parsed = typed_way("score", "/v1/x", 2).parse(json.dumps(answer).encode())
     assert parsed.usage["prompt_tokens"] == 7
 
 

@@ -8,11 +8,11 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
     PORT_TAKEN,
     Engine,
     EngineCommand,
-    FormFields,
     FormValue,
     InferenceConfig,
     Launch,
@@ -25,17 +25,17 @@ from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 
-# More parallel requests than this make llama.cpp slower on a laptop, and each costs the memory of a whole context.
+# More make llama.cpp slower on a laptop, and each costs the memory of a whole context.
 _MAX_SLOTS = 8
 _PACKAGE_SCHEME = "package://"
 HUB_SCHEME = "hf://"
-# Of a repository's files, the first that is there: small, and nearly as good as the whole.
+# Of a repository's files, the first that is there.
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 _WAYS = {  # it serves no classes
     "embed": EMBED,
     "score": WayTo("/v1/rerank", ("query", "documents")),
 }
-# How vectors are pooled, the GGUF file says, or ``pooling_type`` in model_kwargs.
+# The GGUF file says how vectors are pooled, or ``pooling_type`` in model_kwargs.
 _TASK_FLAGS = {"embed": {"embedding": True}}
 
 
@@ -53,16 +53,14 @@ class Llamacpp(Engine):
     causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
 
     def find(self, config: InferenceConfig) -> str | None:
-        """The GGUF file."""
         self.require_package()
         return str(resolve_model_path(config.model_name_or_path))
 
     def command(self, launch: Launch) -> EngineCommand:
-        """The servers of a rank divide the cores, because more threads than cores slow all of them.
+        """The servers of a rank divide the cores: more threads than cores slow all of them.
 
-        llama.cpp embeds a text in one batch, and refuses one that is longer than ``n-ubatch``. Its cache by requests
-        cuts a batch of texts into pieces of equal length, and the mean is over the last piece: wrong vectors, and no
-        error. One cache for all requests does not.
+        llama.cpp refuses to embed a text that is longer than ``n-ubatch``. With a cache for each request it would cut a
+        batch into pieces, and take the mean over the last one: wrong vectors, and no error. ``kv-unified`` does not.
         """
         config = launch.config
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
@@ -79,7 +77,7 @@ class Llamacpp(Engine):
             flags |= {"n-batch": config.model_max_context, "n-ubatch": config.model_max_context, "kv-unified": True}
         return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
 
-    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
+    def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         if kind == "json_schema":  # its /v1/completions knows no response_format
             return {kind: value}
         if kind == "regex":
@@ -88,7 +86,6 @@ class Llamacpp(Engine):
 
 
 def _gbnf(text: str) -> str:
-    """A literal in llama.cpp's grammars."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
     return f'"{escaped}"'
 
@@ -97,8 +94,8 @@ def resolve_model_path(model: str) -> Path:
     """The GGUF file that ``model`` names.
 
     Args:
-        model: a path; ``package://NAME/FILE`` for a file inside an installed package, which is not imported; or
-            ``hf://ORG/NAME`` or ``hf://ORG/NAME/FILE`` for one on the Hugging Face hub, which is downloaded.
+        model: a path; ``package://NAME/FILE`` of an installed package; or ``hf://ORG/NAME`` or ``hf://ORG/NAME/FILE``
+            on the Hugging Face hub.
 
     Raises:
         ConfigError: there is no such file, package or model.
@@ -131,7 +128,7 @@ def resolve_model_path(model: str) -> Path:
 
 
 def _download(repo: str, file: str | None) -> Path:
-    """A GGUF file of a model on the hub, or of the repository beside it that holds such files by convention."""
+    """A GGUF file of a model on the hub, or of the repository beside it."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -1,4 +1,4 @@
-"""What is no engine of its own: the user's script, canned answers, and servers that run already."""
+"""The user's script, canned answers, and servers that run already."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import sys
 from pathlib import Path
 
 from datatrove_ckpt.config.inference_config import Engine, EngineCommand, InferenceConfig, Launch, arguments
+from datatrove_ckpt.config.ways import VLLM_WAYS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 
 
-class Custom(Engine):
+class AnyProgram(Engine):
+    is_known = False
+    health_path = "v1/models"  # which each must have, and /health need not be there
+    ways = VLLM_WAYS
+
+
+class Custom(AnyProgram):
     """The user's own script, started as datatrove starts it: ``python SCRIPT --port N`` and the other model_kwargs.
 
-    Names of flags keep their underscores, because the user wrote the script's parser. The key is in the environment
-    variable DATATROVE_CKPT_API_KEY, and is sent as a bearer token. The script need not check it.
+    Names of flags keep their underscores. The key is in DATATROVE_CKPT_API_KEY; the script need not check it.
     """
 
     name = "custom"
     takes_interpreter = True
-    is_known = False
 
     def check(self, config: InferenceConfig) -> None:
         super().check(config)
@@ -27,7 +32,6 @@ class Custom(Engine):
             raise ConfigError('model_kwargs: needs "server_script" when server_type is "custom".')
 
     def find(self, config: InferenceConfig) -> str | None:
-        """The script."""
         script = str((config.model_kwargs or {})["server_script"])
         if not Path(script).is_file():
             raise ConfigError(f"model_kwargs: server_script {script!r} is not a file (seen from {Path.cwd()}).")
@@ -40,13 +44,11 @@ class Custom(Engine):
 
 
 class Dummy(Engine):
-    """The server of canned answers, ``inference/servers/dummy.py``, which binds to 127.0.0.1 only.
-
-    A script is tried out with it as it is, so the flags of its true engine are ignored.
-    """
+    """The server of canned answers, ``inference/servers/dummy.py``. The flags of a script's true engine are ignored."""
 
     name = "dummy"
     is_canned = True
+    ways = VLLM_WAYS
 
     def check(self, config: InferenceConfig) -> None:
         pass
@@ -60,11 +62,10 @@ class Dummy(Engine):
         return EngineCommand((*start, *arguments({"port": launch.port}, flags)), launch.key_variable)
 
 
-class Endpoint(Engine):
-    """Servers that run already, which any program may be. ``inference/servers/connect.py`` waits for them."""
+class Endpoint(AnyProgram):
+    """Servers that run already, which any program may be. ``inference/servers/endpoints.py`` waits for them."""
 
     name = "endpoint"
-    is_known = False
 
     def check(self, config: InferenceConfig) -> None:
         if not config.endpoint_urls:

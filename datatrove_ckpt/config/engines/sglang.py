@@ -1,7 +1,6 @@
 """SGLang's server, started by ``inference/servers/sglang_launch.py``. The flags are those of SGLang 0.5.23.
 
-SGLang has no environment variable for its key, and prints its arguments into its log: the launcher passes the key
-instead. With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
+With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
@@ -16,7 +16,6 @@ from datatrove_ckpt.config.inference_config import (
     HOST,
     Engine,
     EngineCommand,
-    FormFields,
     FormValue,
     Launch,
     MetricNames,
@@ -25,7 +24,7 @@ from datatrove_ckpt.config.inference_config import (
 from datatrove_ckpt.config.ways import EMBED, WayTo
 
 _LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch.py"
-# Its /v1/score asks a chat model for the probabilities of tokens; a reranker's scores come from /v1/rerank.
+# Its /v1/score gives probabilities of tokens; a reranker's scores come from /v1/rerank.
 _WAYS = {
     "embed": EMBED,
     "classify": WayTo("/v1/classify", ("input",)),
@@ -65,15 +64,15 @@ class SGLang(Engine):
             "enable-metrics": True,
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tp-size", "dp-size", "pp-size"),
-            "node-rank": nodes.rank if nodes.count > 1 else None,
-            "dist-init-addr": f"{nodes.hosts[0]}:{config.master_port}" if nodes.count > 1 else None,
         }
+        if nodes.count > 1:
+            flags |= {"node-rank": nodes.rank, "dist-init-addr": f"{nodes.hosts[0]}:{config.master_port}"}
         given = launch.flags
         takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
         env = HiddenDict(USE_TF="0", TRANSFORMERS_NO_TF="1", **(launch.key_variable if takes_key else {}))
         return EngineCommand((*start, *arguments(flags, given)), env, takes_key)
 
-    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
+    def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         if kind == "choice":
             return {"regex": "(" + "|".join(_literal(one) for one in value) + ")"}
         if kind == "regex":

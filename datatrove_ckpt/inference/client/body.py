@@ -1,7 +1,7 @@
-"""The body of a request that has media in it, and how large the bodies of answers may become.
+"""Bodies of requests with media, and the limits on the bodies of answers.
 
-Base64 makes 13 MB of a picture of 10 MB, and a thousand of them are in flight. So such a body is never in memory as a
-whole: it holds references to the bytes, and becomes base64 piece by piece, as fast as the server takes it.
+A thousand requests with pictures are in flight, and base64 makes 13 MB of a picture of 10 MB. So such a body holds
+references to the bytes, and becomes base64 piece by piece, as fast as the server takes it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import ClassVar, TypeAlias
 
 from datatrove_ckpt.process.memory import media_bytes
 
-_PIECE = 3 << 14  # bytes: a multiple of three, so that the pieces of base64 are those of the whole
+_PIECE = 3 << 14  # bytes; a multiple of three, so that the pieces join
 
 
 class Body:
     """A body in JSON.
 
     Args:
-        texts: the JSON before, between and after the media, one more than there are media.
-        media: what becomes base64 between them.
+        texts: the JSON before, between and after the media.
+        media: become base64 between the texts.
     """
 
     __slots__ = ("_media", "_size", "_texts")
@@ -32,11 +32,10 @@ class Body:
         self._size = sum(map(len, texts)) + sum(-(-len(data) // 3) * 4 for data in media)
 
     def __len__(self) -> int:
-        """Its bytes, as they are sent."""
         return self._size
 
     def __iter__(self) -> Iterator[bytes]:
-        """Its bytes in pieces of up to 64 KiB, and those of the texts."""
+        """Yields pieces of up to 64 KiB, and the texts."""
         for text, data in zip_longest(self._texts, self._media, fillvalue=b""):
             yield text
             for start in range(0, len(data), _PIECE):
@@ -44,7 +43,6 @@ class Body:
 
     @property
     def text(self) -> bytes:
-        """The JSON without the media."""
         return b"".join(self._texts)
 
 
@@ -55,10 +53,7 @@ LARGE_ANSWER_BYTES = 1 << 20
 
 
 class LargeAnswer:
-    """An answer of more than 1 MiB that is arriving. All of this process share an eighth of its memory.
-
-    Smaller answers do not count: they have arrived before the limit matters, and a large one is never their fault.
-    """
+    """An answer of more than 1 MiB that is arriving. All in this process share an eighth of its memory."""
 
     _sizes: ClassVar[dict[int, int]] = {}
 
@@ -66,14 +61,15 @@ class LargeAnswer:
         self._sizes.pop(id(self), None)
 
     def refusal(self, size: int) -> str:
-        """Returns why an answer of so many bytes is refused, or "". The oldest one may be as large as a single one: so
-        each comes in turn."""
+        """Why an answer of so many bytes is refused, or "". The oldest may be as large as a single one: so each comes
+        in turn.
+        """
         if size <= LARGE_ANSWER_BYTES:
             return ""
         self._sizes[id(self)] = size
         reason = self._reason(size)
         if reason:
-            del self._sizes[id(self)]  # what is refused takes no room from the others
+            del self._sizes[id(self)]
         return reason
 
     def _reason(self, size: int) -> str:

@@ -13,34 +13,29 @@
     it died of this request alone, after two other deaths            RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
 
-Only the HTTP status decides, never words in a body: a body may quote the document, and documents contain anything. One
-whole body is known, though: llama.cpp answers 500 to a text that is too long to be embedded, which is taken as a 413.
+Only the HTTP status decides, never words in a body, which may quote the document. One exception: llama.cpp answers 500
+to a text that is too long to be embedded, which is taken as a 413.
 
-Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After says (at most 120 s,
-and never beyond the patience). A sleeping request holds no slot. There is no task and no log line per request: each
-costs about 0.1 ms of CPU, and at thousands of requests per second the event loop has no more than that.
+Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks (at most 120 s, and
+never beyond the patience). A sleeping request holds no slot. There is no task and no log line per request: each costs
+about 0.1 ms of CPU.
 
-Every known engine gives a finish_reason, and an answer that was cut off may lack it. So null means that the answer is
-cut off. Some gateways and scripts never send one. We do not guess which, because a server that stops looks the same:
-``accept_null_finish_reason`` says it. ``generate.py`` stops the rank if such a server sends one after all.
+A null finish_reason may mean that the answer is cut off, and some gateways never send another one. We do not guess
+which: ``accept_null_finish_reason`` says it, and ``generate.py`` stops the rank if such a server sends one after all.
 
-An answer from a server that was given up is thrown away, however complete it looks: servers that were asked to stop
-have answered 200 with half a text.
+An answer from a server that was given up is dropped, however complete it looks: servers that were asked to stop have
+answered 200 with half a text.
 
-How long a run waits for servers that give no answers, and when it gives up one request:
+A refused connection, a 5xx, a 429 or a body that is no completion is never a document's fault. Two clocks end the
+retries; both run for ``server_patience_seconds``:
 
-A refused connection, a 5xx, a 429 or a body that is no completion is never a document's fault. So such a request is
-retried, and two clocks decide when that ends. Both run for ``server_patience_seconds``:
-
-    the outage clock   runs while no request at all is answered. At its end the whole run stops (``ServerUnavailable``).
+    the outage clock   runs while no request at all is answered. At its end the run stops (``ServerUnavailable``).
     a request's clock  adds up the time in which this request fails while others are answered. At its end, and after
                        ``request_max_attempts`` such failures, the request is given up (``RequestFailed``).
 
-A server that answers 429, 503 or 529 says that it is busy. Where many requests compete for a small rate, one of them
-may have bad luck for minutes while others are answered. So these failures have ten times the patience. A busy server
-that has worked on a request of ours for a minute already is not away, either: long answers need minutes.
-
-A wait that a server asks for (Retry-After) ends with the patience, too.
+Where many requests compete for a small rate, one of them may have bad luck for minutes. So failures of a busy server
+(429, 503, 529) have ten times the patience. A busy server that has worked on a request of ours for a minute is not
+away, either: long answers need minutes.
 """
 
 from __future__ import annotations
@@ -86,15 +81,15 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
-# Seconds during which other URLs are preferred after a connection failed. Without it all requests would go to a dead
-# server: it fails at once, so it always has the fewest requests in flight.
+# Seconds for which other URLs are preferred after a failed connection. A dead server has the fewest requests in flight,
+# because it fails at once, and would get all of them.
 _COOLDOWN = 5.0
-# Seconds. A server that is stopping is away by then: Slurm kills after 30.
+# Seconds. A server that stops is away by then: Slurm kills after 30.
 _STOPPING = 60.0
 _MAX_UNASKED = 3
-_SAY_AFTER = 3.0  # shorter outages are everyday life: a reset connection, one 503
+_SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
-_SHOWN_CAUSE = 300  # characters
+_SHOWN_CAUSE = 300
 _BUSY_FACTOR = 10
 _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
@@ -107,18 +102,14 @@ _HINT = (
 
 @dataclass(slots=True)
 class ClientStats:
-    """Counters of one client.
-
-    Attributes:
-        requests: attempts sent.
-        retries: attempts that failed, and whose request was sent again.
-        resent: attempts that were lost with their server, and whose request was sent again.
-        answers: completions received.
-        without_reason: those of them that had no finish_reason.
-        in_flight: attempts under way now.
-        pausing: requests that wait for their next attempt now.
-        cancelled: attempts that their rollout, or the end of the event loop, has cut off.
-        errors: attempts without an answer, by kind.
+    """Attributes:
+    requests: attempts sent.
+    retries: failed attempts whose request was sent again.
+    resent: attempts that were lost with their server, and whose request was sent again.
+    without_reason: answers without a finish_reason.
+    pausing: requests that wait for their next attempt.
+    cancelled: attempts that their rollout, or the end of the event loop, cut off.
+    errors: attempts without an answer, by kind.
     """
 
     requests: int = 0
@@ -133,21 +124,15 @@ class ClientStats:
 
     @property
     def lost(self) -> int:
-        """Attempts that ended without an answer, and whose request was sent again."""
         return self.retries + self.resent
 
 
 class Outage:
     """The outage clock of one client.
 
-    Args:
-        patience: ``server_patience_seconds``.
-        clock: like ``time.monotonic``.
-        model: the name of the client's model, if there are several.
-
     Attributes:
         answers: how many requests were answered.
-        unreachable: whether the last failure says that no server can be reached.
+        unreachable: the last failure says that no server can be reached.
     """
 
     def __init__(self, patience: float, clock: Callable[[], float], model: str = "") -> None:
@@ -157,30 +142,27 @@ class Outage:
         self.answers = 0
         self.unreachable = False
         self._said = f"{model}: " if model else ""
-        # The outage is that of the servers, so its lines belong to all ranks that share them, and not to the rank
-        # whose request fails first.
+        # The log lines belong to all ranks that share the servers, not to the rank whose request fails first.
         self._context = contextvars.copy_context()
         self._since: float | None = None
         self._said_at: float | None = None
 
     def answered(self) -> None:
-        """A request was answered, or a server of ours was started: an outage is over."""
+        """Ends an outage: a request was answered, or a server of ours was started."""
         self.answers += 1
         if self._since is not None:
             if self._said_at is not None:
-                self._log("INFO", f"Requests are answered again, after {self.seconds:.0f} s.")
+                self._log("INFO", f"The server answers, after {self.seconds:.0f} s.")
             self._since = self._said_at = None
 
     def begun(self, unreachable: bool, since: float) -> None:
-        """There was no answer. ``since``: when the outage began, unless it has begun already."""
+        """``since``: when the outage began, unless it has begun already."""
         self.unreachable = unreachable
         if self._since is None:
             self._since = since
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
-        """A request failed.
-
-        Args:
+        """Args:
             oldest: returns the seconds for which the oldest request in flight has been in flight.
 
         Raises:
@@ -196,13 +178,20 @@ class Outage:
                 f"failure: {failure}. Check the server and the network, and run the same command again: finished "
                 "work is saved, and no document is blamed for its server."
             )
-        self.show(failure)
+        self.show(str(failure))
 
-    def show(self, failure: RetryableError) -> None:
-        """Logs that the run waits, if it is time for that."""
-        if self._since is not None and self.next_line() <= 0:
-            self._said_at = self.clock()
-            self._log("WARNING", waiting(str(failure), failure.unreachable, self.seconds, self.patience))
+    def show(self, cause: str) -> None:
+        if self.next_line() > 0:
+            return
+        self._said_at = self.clock()
+        what = "is unreachable" if self.unreachable else "gives no answers"
+        if len(cause) > _SHOWN_CAUSE:
+            cause = f"{cause[:_SHOWN_CAUSE]}..."
+        self._log(
+            "WARNING",
+            f"The server {what} ({cause}); waiting, {self.seconds:.0f} s of {self.patience:g} s "
+            "(server_patience_seconds). Then the rank stops; finished work is saved.",
+        )
 
     def _log(self, level: str, line: str) -> None:
         self._context.run(logger.log, level, f"{self._said}{line}")
@@ -216,39 +205,26 @@ class Outage:
         return _SAY_AGAIN - (self.clock() - self._said_at)
 
     def left(self) -> float:
-        """Seconds until the patience ends, below 0 afterwards; infinite while requests are answered."""
+        """Seconds until the patience ends; infinite while requests are answered."""
         if self._since is None:
             return math.inf
         return self.patience - self.seconds
 
     @property
     def seconds(self) -> float:
-        """For so long no request was answered, although some failed; 0 while requests are answered."""
         if self._since is None:
             return 0.0
         return self.clock() - self._since
-
-
-def waiting(cause: str, unreachable: bool, waited: float, patience: float) -> str:
-    """The line that a run shows while it waits."""
-    what = "is unreachable" if unreachable else "gives no answers"
-    if len(cause) > _SHOWN_CAUSE:
-        cause = f"{cause[:_SHOWN_CAUSE]}..."
-    return (
-        f"The server {what} ({cause}); waiting, {waited:.0f} s of {patience:g} s (server_patience_seconds). Then the "
-        "rank stops; finished work is saved."
-    )
 
 
 class RequestClock:
     """The clock of one request that has failed.
 
     Args:
-        began_at: when it was sent first.
-        answers: how many requests had been answered then.
+        answers: requests that had been answered when it was sent.
 
     Attributes:
-        beside: its failures while other requests were answered.
+        beside: its failures while others were answered.
     """
 
     def __init__(self, outage: Outage, began_at: float, answers: int) -> None:
@@ -260,7 +236,7 @@ class RequestClock:
         self._answers = answers
 
     def failed(self, failure: RetryableError, max_attempts: int) -> int:
-        """Returns the number of failures so far.
+        """Returns the number of failures.
 
         Raises:
             RequestFailed: other requests are answered, and this one never is.
@@ -286,15 +262,13 @@ class RequestClock:
 
 
 class ModelServers:
-    """The servers of one model: which are up, and which requests wait for them. Several ranks may share them.
+    """The servers of one model, shared by several ranks.
 
     Args:
         config: ``max_concurrent_generations`` is the limit for all ranks together.
         clock: replaces ``time.monotonic`` for patience.
 
     Attributes:
-        router: which servers are up, and which requests wait.
-        outage: since when no request is answered.
         resent: attempts that were lost with their server, and whose request was sent again.
     """
 
@@ -305,70 +279,58 @@ class ModelServers:
         self.resent = 0
         self._proxied = False
 
-    def add_endpoints(self, urls: Sequence[str | HiddenUrl], api_key: Key | str | None) -> None:
-        """Add servers that are always there.
-
-        Args:
-            urls: their base URLs.
-            api_key: bearer token for all of them, or None.
+    def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Key | None) -> None:
+        """Adds servers that are always there.
 
         Raises:
             ConfigError: a URL that cannot be used.
         """
-        endpoints = [HiddenUrl.wrap(url) for url in urls]
-        self._proxied = self.config.server_type == "endpoint" and needs_proxy(endpoints)
-        key = Key.wrap(api_key)
-        for url in endpoints:
-            if key is not None and url.has_credentials:
+        self._proxied = self.config.server_type == "endpoint" and needs_proxy(urls)
+        for url in urls:
+            if api_key is not None and url.has_credentials:
                 raise ConfigError(
                     f"{written.endpoint_url}: {url} contains credentials, and an API key is set, too. Remove one."
                 )
-        for url in endpoints:
-            self.mark_up(self.add(), url, key)
+        for url in urls:
+            self.mark_up(self.add(), url, api_key)
 
     async def close(self) -> None:
-        """Close all connections."""
         for target in self.router.targets:
             target.up = False
             await _close(target)
 
     def tell(self, what: str, name: str, url: str | None, why: str) -> None:
-        """Tell all ranks what happened to a server."""
         for sender in self.router.senders:
             if sender.on_server is not None:
                 sender.on_server(what, name, url, why)
 
     def add(self, probe: HealthProbe | None = None) -> Target:
-        """Add a target. It is not up yet.
-
-        Args:
-            probe: see ``HealthProbe``; called after a failure that may mean that the server is dead.
-        """
+        """Adds a target, which is not up yet."""
         target = Target(probe)
         self.router.targets.append(target)
         return target
 
-    def mark_up(self, target: Target, url: str | HiddenUrl, api_key: Key | None) -> None:
-        """Send requests to this URL from now on. A restarted server has another port and another key."""
-        target.url = HiddenUrl.wrap(url)
+    def mark_up(self, target: Target, url: HiddenUrl, api_key: Key | None) -> None:
+        """Sends requests to this URL from now on. A restarted server has another port and another key."""
+        target.url = url
         target.api_key = api_key
-        self.transport(target, usual_way(self.config))  # so that what is wrong with the URL is said at once
+        self.transport(target, usual_way(self.config))  # raises for a wrong URL now
         if self.config.max_concurrent_generations == "auto":
             target.limit = FIRST_LIMIT
         else:
             target.limit = math.inf
         target.up = True
-        self.outage.answered()  # the time that a restart took is not the time in which this server gave no answers
+        self.outage.answered()  # a restart is no time without answers
         self.router.admit()
 
     async def disconnect(self, target: Target) -> None:
-        """Close all connections to a server that was marked dead."""
+        """Closes all connections to a server that was marked dead."""
         while target.attempts:  # noqa: ASYNC110
-            await asyncio.sleep(0)  # they were aborted, and end in their next turn of the event loop
+            await asyncio.sleep(0)
         await _close(target)
 
     def transport(self, target: Target, way: Way) -> Transport:
-        """The connections to a server. They hold the key, so that no call has to."""
+        """The connections to a server. They hold the key."""
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
             timeout = self.config.request_timeout or _DEFAULT_TIMEOUT
@@ -381,7 +343,7 @@ class ModelServers:
         return found
 
     def oldest_in_flight(self) -> float:
-        """Seconds for which the oldest attempt under way is under way; 0 if there is none."""
+        """0 if there is none."""
         started = [attempt.started_at for target in self.router.targets for attempt in target.attempts]
         if started:
             return time.monotonic() - min(started)
@@ -389,7 +351,6 @@ class ModelServers:
 
 
 def usual_way(config: InferenceConfig) -> Way:
-    """The way of completions."""
     if config.use_chat:
         return CHAT
     return COMPLETIONS
@@ -399,12 +360,7 @@ class CompletionClient:
     """Sends the requests of one rank to the servers of a model.
 
     Args:
-        sender: the rank; None: nobody.
-        sleep: replaces ``asyncio.sleep`` between attempts; takes seconds.
-
-    Attributes:
-        stats: counters.
-        way: of completions.
+        sleep: replaces ``asyncio.sleep`` between attempts.
     """
 
     def __init__(
@@ -426,21 +382,17 @@ class CompletionClient:
 
     @property
     def is_first(self) -> bool:
-        """Of the ranks that share the servers, this is the one that began first."""
         return self._router.senders[:1] == [self.sender]
 
     def leave(self) -> None:
-        """The rank sends nothing more."""
         self._router.senders.remove(self.sender)
 
     @property
     def oldest(self) -> Attempt | None:
-        """The attempt of the rank that is under way for the longest time."""
         return self._router.oldest_of(self.sender)
 
     @property
     def waiting(self) -> int:
-        """Requests of the rank that wait for a server, or for their next attempt."""
         return self._router.waiting_of(self.sender) + self.stats.pausing
 
     async def complete(self, body: AnyBody, way: Way | None = None, request: Request | None = None) -> Completion:
@@ -448,18 +400,13 @@ class CompletionClient:
 
         Args:
             body: the final payload as JSON.
-            way: None: the usual one.
             request: its history; None: a new one.
 
         Raises:
             MustDivide: a shared request was in flight at several deaths, or fails while others are answered.
-            RequestRejected: this request can never succeed.
-            RequestPoisoned: this request kills servers.
-            RequestFailed: every attempt failed, while other requests were answered.
-            ServerUnavailable: no request at all was answered for ``server_patience_seconds``.
-            ServerRefused: no request of this run can succeed.
+            RequestRejected, RequestPoisoned, RequestFailed, ServerUnavailable, ServerRefused, TooManyOpenFiles: see the
+                table.
             ServerDied: no server is left, and none may be restarted.
-            TooManyOpenFiles: this process may open no more connections.
         """
         way = way or self.way
         request = request or Request(self.sender)
@@ -506,31 +453,29 @@ class CompletionClient:
                 self.stats.pausing -= 1
 
     def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
-        """Seconds until the next attempt.
-
-        Raises:
-            RequestFailed, ServerUnavailable: there will be none.
+        """Raises:
+        RequestFailed, ServerUnavailable: there will be no further attempt.
         """
         self.outage.failed(failure, self.servers.oldest_in_flight)
         failures = clock.failed(failure, self._config.request_max_attempts)
-        advice = failure.retry_after
+        advice = failure.asked_wait
         if advice is not None:
             advice = min(advice, clock.left(failure))
         return retrying.SERVER.wait(failures, advice)
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
-        """Sleeps until the next attempt. If the patience with an outage ends before, that attempt is due then."""
+        """Sleeps until the next attempt, but no longer than the patience with an outage."""
         bounded = self.outage.left() > 0
         while seconds > 0 and not (bounded and self.outage.left() <= 0):
             if bounded:
                 pause = min(seconds, self.outage.left())
             else:
                 pause = seconds
-            if failure.retry_after:  # without it attempts are frequent enough to show the line
+            if failure.asked_wait:  # without it attempts are frequent enough to show the line
                 pause = min(pause, self.outage.next_line())
             await self._sleep(pause)
             seconds -= pause
-            self.outage.show(failure)
+            self.outage.show(str(failure))
 
     def _sent_again(self) -> None:
         self.stats.resent += 1
@@ -545,7 +490,7 @@ class CompletionClient:
         )
 
     async def _attempt(self, target: Target, request: Request, body: AnyBody, way: Way) -> Completion:
-        if not target.up:  # it died after it was assigned to this request
+        if not target.up:
             raise AttemptLost
         transport = self.servers.transport(target, way)
         if transport.unasked >= _MAX_UNASKED:
@@ -585,7 +530,7 @@ class CompletionClient:
     ) -> Completion:
         try:
             raw = await post(transport, body, self._config.model_name_or_path, way.extras)
-            answer = way.parse(raw, transport.redact)
+            answer = way.parse(raw)
             if answer.answer is None:
                 self._check_reason(answer, transport.url, target, request)
             target.mark_alive(started_at)
@@ -595,6 +540,7 @@ class CompletionClient:
             self.outage.answered()
             raise
         except RetryableError as failure:
+            failure.quote(transport.redact)
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if failure.unreachable:
@@ -604,11 +550,9 @@ class CompletionClient:
             raise
 
     def _check_reason(self, answer: Completion, url: HiddenUrl, target: Target, request: Request) -> None:
-        """An answer without a finish_reason may be cut off.
-
-        Raises:
-            RetryableError: it must be asked for again.
-            ServerRefused: this server gives no finish_reason, as far as can be told.
+        """Raises:
+        RetryableError: the answer may be cut off.
+        ServerRefused: this server gives no finish_reason, as far as can be told.
         """
         if answer.finish_reason:
             target.gives_reasons = True

@@ -1,4 +1,4 @@
-"""HTTP over aiohttp: TLS, proxies, credentials in the URL. Imported with the first such URL, as it takes a while."""
+"""HTTP over aiohttp: TLS, proxies, credentials in the URL. Imported when needed, as it takes a while."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
+from datatrove_ckpt.common.retrying import asked_wait
 from datatrove_ckpt.inference.client import plain
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.plain import (
@@ -25,15 +26,16 @@ from datatrove_ckpt.inference.client.plain import (
 )
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 
-_READ_BUFFER = 1 << 18  # bytes
-# Bytes. Above this size aiohttp warns about plain bytes, and wants a stream that it can send in pieces.
+_READ_BUFFER = 1 << 18
+# Bytes. Above this size aiohttp warns about plain bytes.
 _STREAMED_SIZE = 1 << 20
 
 
 class _Connection(ResponseHandler):
-    """Rests and closes as the connections of ``plain.py`` do. aiohttp takes a late response for the next request's.
+    """Rests and closes as the connections of ``plain.py`` do.
 
-    aiohttp has no public way to watch a connection, so the class of its connections is replaced.
+    aiohttp takes a late response for the next request's, and has no public way to watch a connection. So the class of
+    its connections is replaced.
     """
 
     def __init__(self, owner: AiohttpTransport) -> None:
@@ -45,7 +47,7 @@ class _Connection(ResponseHandler):
 
     @property
     def upgraded(self) -> bool:
-        """True: aiohttp then keeps a connection for its response until ``send`` has left it, and not until its end."""
+        """True: aiohttp then keeps a connection for its response until ``send`` has left it."""
         return True
 
     def set_response_params(self, **params: Any) -> None:
@@ -66,7 +68,6 @@ class _Connection(ResponseHandler):
         super().feed_data(data, size)
 
     def is_connected(self) -> bool:
-        # Asked before a connection is used again.
         if self._owner.unasked:
             return False
         return super().is_connected() and is_silent(self.transport.get_extra_info("socket").fileno())  # type: ignore[union-attr]
@@ -89,7 +90,7 @@ class AiohttpTransport(UnaskedCounter):
     ) -> None:
         self.url = url
         self.redact = url.redactor(headers)
-        # Not given to the session, which would show them among its attributes.
+        # The session would show them among its attributes.
         fields = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._headers = HiddenDict({**fields, **(headers or {})})
         self._method = method
@@ -101,8 +102,8 @@ class AiohttpTransport(UnaskedCounter):
             timeout=aiohttp.ClientTimeout(total=timeout, connect=connect_timeout, sock_connect=connect_timeout),
             read_bufsize=_READ_BUFFER,
             auto_decompress=False,
-            # A proxy in the environment is never meant for our servers on 127.0.0.1. For endpoints it is, but then
-            # aiohttp reads the environment in a thread per request. So we ask for that only where a proxy applies.
+            # A proxy in the environment is never meant for our servers on 127.0.0.1. Where it applies, aiohttp reads
+            # the environment in a thread per request.
             trust_env=proxied,
         )
 
@@ -129,7 +130,7 @@ class AiohttpTransport(UnaskedCounter):
                 assert isinstance(connection, _Connection)
                 try:
                     answer = await _read_body(response)
-                except (aiohttp.ClientError, OSError):  # includes TimeoutError
+                except (aiohttp.ClientError, OSError):
                     if response.status < 300:
                         raise
                     answer = HiddenBytes()  # the status alone decides, and it is known
@@ -139,7 +140,8 @@ class AiohttpTransport(UnaskedCounter):
                     raise UnaskedBytes
                 if response.status == 200:
                     self.refuse_late(connection, body, answer)
-                return Response(response.status, answer, response.headers.get("Retry-After", ""))
+                    return Response(200, answer)
+                return Response(response.status, answer, asked_wait(response.headers))
         except aiohttp.ConnectionTimeoutError:
             raise ConnectTimeout from None
 
@@ -156,7 +158,7 @@ async def _pieces(body: Body) -> AsyncIterator[bytes]:
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
-    """The body of a response that aiohttp does not decompress: less than 1 MB may become gigabytes.
+    """The body of a response, not decompressed: less than 1 MB may become gigabytes.
 
     Raises:
         RemoteProtocolError: it is compressed or too long.

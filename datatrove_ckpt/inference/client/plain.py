@@ -1,28 +1,23 @@
 """An HTTP client for one http:// URL: no TLS, no proxies, no redirects, no compression.
 
-aiohttp serves every case, and costs 60 to 77 us of CPU per request for it: half of what a document costs as a whole.
-This client costs 20 us (measured). A server on this node or in this cluster needs no more.
+aiohttp costs 60 to 77 us of CPU per request, half of what a document costs as a whole; this client costs 20 us
+(measured).
 
 Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about retries. After any
-error, a connection is closed and not used again. So is one after any answer that is no 2xx: a gateway that gives up
-sends a 504, and may pass on the real answer later.
+error, and after any answer that is no 2xx, a connection is closed: a gateway that gives up sends a 504, and may pass on
+the real answer later.
 
-HTTP/1.1 has no means to tell a response that was not requested from the response to the next request. So a connection
-rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes arrive by then, the
-response is dropped: it may belong to another request. From then on, no connection carries a second request. A response
-that comes later than that takes the place of the next one. It is noticed where each answer has an ``id`` of its own: it
-equals the response before it. After quicker responses, a rest would cost a part of the server's rate.
+HTTP/1.1 cannot tell a late response from the response to the next request. So a connection rests for ``QUIET`` seconds
+after each response that took ``SHORT`` seconds or longer. If more bytes arrive by then, the response is dropped, and
+from then on no connection carries a second request. A response that comes later still is noticed where each answer has
+an ``id`` of its own: it equals the response before it.
 
-httptools parses the responses. It wraps llhttp, the parser of Node.js and uvicorn. This module adds limits on size, and
-rejects responses that we did not ask for: compressed ones, protocol upgrades, transfer codings other than ``chunked``.
-llhttp rejects more: control characters in a header value, except for the tab, and lines that only a line feed ends.
+httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed responses, protocol
+upgrades, and transfer codings other than ``chunked``. A regular expression recognises an answer of the usual form that
+arrives in one piece, for a fifth of the cost.
 
-An answer of the usual form that arrives in one piece needs none of that: a regular expression recognises it, for a
-fifth of the cost.
-
-This module skips interim responses (1xx) itself. They never have a body (RFC 9112, section 6.3), but llhttp knows this
-only of 100, 102 and 103: of any other, it would take Content-Length bytes of the final response for the body. httptools
-gives a callback no way to say that no body follows.
+Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp knows this only of 100, 102 and 103. So
+this module skips them itself.
 """
 
 from __future__ import annotations
@@ -43,6 +38,7 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
+from datatrove_ckpt.common.retrying import WAIT_FIELDS, asked_wait
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 
@@ -50,13 +46,13 @@ QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
 _ID = re.compile(rb'"id": ?"[^"]+"')
 COMPRESSED = "the response is compressed, which was not requested"
-# Framing is all that is not body: status line, header, trailer, size lines of chunks. llhttp itself sets no limit.
+# Framing is all that is not body: status line, header, trailer, size lines of chunks.
 _MAX_FRAMING_BYTES = 1 << 16
-# A size line takes 5 to 20 bytes without an extension, and servers do not send extensions.
+# A size line takes 5 to 20 bytes; servers do not send extensions.
 _MAX_FRAMING_BYTES_PER_CHUNK = 32
 
-# Those that say something to us.
-_FIELDS = frozenset((b"connection", b"content-encoding", b"content-length", b"retry-after", b"transfer-encoding"))
+_WAIT_FIELDS = tuple(name.encode() for name in WAIT_FIELDS)
+_FIELDS = frozenset((b"connection", b"content-encoding", b"content-length", b"transfer-encoding", *_WAIT_FIELDS))
 
 _VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
 _STATUS_END = len("HTTP/1.1 200")
@@ -64,7 +60,7 @@ _INTERIM_START = re.compile(rb"HTTP/1\.[01] 1(?!01)")  # 101 is final: another p
 _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*")
 # 200, header fields that say nothing to llhttp or to us, and one length.
 _SILENT = (
-    rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|retry-after:|transfer-encoding:|upgrade:)"
+    rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:)"
     rb"[!#$%&'*+.^_`|~0-9a-z-]+:[\t -~\x80-\xff]*\r\n|connection:[\t ]*keep-alive\r\n)*"
 )
 _USUAL_HEAD = re.compile(
@@ -74,66 +70,64 @@ _USUAL_HEAD = re.compile(
 
 
 class Response(NamedTuple):
-    """A response. If the connection broke, ``body`` is a part, and ``status`` is an error.
+    """If the connection broke, ``body`` is a part, and ``status`` is an error. The body is hidden from tracebacks: a
+    server may quote the key.
 
-    The body is hidden from tracebacks, because a server may quote the key that it was sent.
+    Attributes:
+        wait: the seconds that an error asks to wait.
     """
 
     status: int
     body: HiddenBytes
-    retry_after: str
+    wait: float | None = None
 
 
 class RemoteProtocolError(ConnectionError):
-    """The server sent something that is not an HTTP/1.1 response, or only a part of one."""
+    """The bytes are no whole HTTP/1.1 response."""
 
 
 class UnaskedBytes(RemoteProtocolError):
-    """The server sent bytes without a request, so its response may belong to another request."""
+    """Bytes came without a request: the response may belong to another one."""
 
     def __str__(self) -> str:
         return "the server sent more than one answer to a request"
 
 
 def usual_response(data: bytes) -> Response | None:
-    """Returns the response, if it has the usual form and has arrived in one piece."""
     head = _USUAL_HEAD.match(data)
     if head is None or head.end() + int(head[1]) != len(data):
         return None
-    return Response(200, HiddenBytes(memoryview(data)[head.end() :]), "")
+    return Response(200, HiddenBytes(memoryview(data)[head.end() :]))
 
 
 class ResponseParser:
     """Parses one response, in pieces of any size.
 
-    The result does not depend on how the bytes are split, with one exception: the limit on framing is checked after
-    each piece, and not for the piece that completes the response.
+    The result does not depend on how the bytes are split, with one exception: the limit on framing is not checked for
+    the piece that completes the response.
     """
 
     def __init__(self) -> None:
         self._builder = _ResponseBuilder()
         self._llhttp: _LlhttpParser | None = None
         self._received_bytes = 0
-        # The bytes before the status of the final response is known; None from then on.
+        # The bytes before the final response's status is known; None from then on.
         self._start: bytearray | None = bytearray()
 
     @property
     def status(self) -> int:
-        """The status code; 0 until the header is complete."""
         return self._builder.status
 
     @property
     def reusable(self) -> bool:
-        """Whether the connection can carry another request. Valid once the response is complete."""
         return self._builder.reusable
 
     def response(self) -> Response:
-        """The response, as far as it has arrived."""
         builder = self._builder
-        return Response(builder.status, HiddenBytes(builder.body), builder.retry_after)
+        return Response(builder.status, HiddenBytes(builder.body), builder.wait)
 
     def feed(self, data: bytes) -> bool:
-        """Parses the next bytes. Returns whether the response is complete.
+        """Whether the response is complete with these bytes.
 
         Raises:
             UnaskedBytes: more bytes follow the response.
@@ -154,11 +148,11 @@ class ResponseParser:
         return False
 
     def end(self, properly: bool = True) -> bool:
-        """The connection has ended, ``properly`` if the server closed it. Returns whether the response is complete."""
+        """Whether the response is complete at the connection's end, ``properly`` if the server closed it."""
         return self._builder.complete or (properly and self._builder.ends_at_close)
 
     def _skip_interim(self, start: bytearray, data: bytes) -> bytes:
-        """Drops interim responses. Returns the bytes of the final response, none before its status has arrived."""
+        """Returns the bytes of the final response, none before its status has arrived."""
         start += data
         while True:
             if not _VERSION.startswith(start[: len(_VERSION)]):
@@ -179,14 +173,14 @@ class ResponseParser:
         builder = self._builder
         if self._llhttp is None:
             self._llhttp = llhttp = _LlhttpParser(builder)
-            # RFC 9112 allows both: Content-Length together with Transfer-Encoding, which overrides it (section 6.3),
-            # and spaces between the size and the extension of a chunk (section 7.1.1).
+            # RFC 9112 allows both: Transfer-Encoding overrides Content-Length (section 6.3), and spaces may follow the
+            # size of a chunk (section 7.1.1).
             llhttp.set_dangerous_leniencies(lenient_chunked_length=True, lenient_spaces_after_chunk_size=True)
             builder.llhttp = weakref.ref(llhttp)
         try:
             self._llhttp.feed_data(data)
         except HttpParserError as error:
-            if builder.complete:  # the error is in bytes after the end
+            if builder.complete:
                 raise UnaskedBytes from None
             if builder.refusal:
                 raise RemoteProtocolError(builder.refusal) from None
@@ -196,8 +190,6 @@ class ResponseParser:
 
 
 class _LlhttpParser(HttpResponseParser):
-    """Supports weak references, which the base class does not."""
-
     __slots__ = ("__weakref__",)
 
 
@@ -206,17 +198,17 @@ class _StopParsing(Exception):
 
 
 class _ResponseBuilder:
-    """Builds the response in the callbacks of llhttp.
+    """The callbacks of llhttp.
 
-    llhttp holds the bound methods. The reference in the other direction is weak: a strong one would close a cycle, and
-    only the garbage collector would free the two, for each response.
+    llhttp holds the bound methods. The reference in the other direction is weak: the cycle would leave each response to
+    the garbage collector.
     """
 
     def __init__(self) -> None:
         self.llhttp: weakref.ref[_LlhttpParser]
         self._large: LargeAnswer
         self.status = 0
-        self.retry_after = ""
+        self.wait: float | None = None
         self.body: bytes | bytearray = bytearray()
         self.chunks = 0
         self.reusable = False
@@ -232,13 +224,13 @@ class _ResponseBuilder:
     def on_header(self, name: bytes, value: bytes) -> None:
         if (name := name.lower()) not in _FIELDS:
             return
-        # Tabs stay: llhttp does not recognise "chunked" before a tab, so on_headers_complete must not either.
+        # Tabs stay: llhttp does not recognise "chunked" before a tab.
         value = value.strip(b" ")
         self._fields[name] = self._fields[name] + b", " + value if name in self._fields else value
 
     def on_headers_complete(self) -> None:
         llhttp = self.llhttp()
-        assert llhttp is not None  # it calls us
+        assert llhttp is not None
         status = llhttp.get_status_code()
         version = llhttp.get_http_version()
         fields = self._fields
@@ -260,12 +252,13 @@ class _ResponseBuilder:
             self._check_size(int(length))  # llhttp has checked that these are digits
         else:
             self.ends_at_close = True
-        # With both fields, the server or a proxy may disagree with us about where the next response begins.
+        # With both fields, a proxy may disagree with us about where the next response begins.
         ambiguous = coding is not None and length is not None
         # llhttp checks for "close" in HTTP/1.1 only.
         options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
         self.reusable = llhttp.should_keep_alive() and b"close" not in options and not ambiguous
-        self.retry_after = fields.get(b"retry-after", b"").strip(b" \t").decode("latin-1")
+        if status >= 300:
+            self.wait = asked_wait({name.decode(): value.decode("latin-1") for name, value in fields.items()})
         self.status = status
 
     def on_chunk_header(self) -> None:
@@ -287,22 +280,22 @@ class _ResponseBuilder:
         raise _StopParsing
 
 
-# Up to this size, one ``send`` with a copy of header and body is cheaper than two without.
+# Up to this size, one ``send`` with a copy of header and body is cheaper than two.
 _MAX_COPIED_BYTES = 1 << 16
-# uvicorn's socket queues 2048 connections. The kernel retries a connection that found the queue full only after 1 s.
+# uvicorn's socket queues 2048 connections. The kernel retries one that found the queue full after 1 s.
 _MAX_CONCURRENT_CONNECTS = 1000
-# Connections are opened in thousands, and each lookup takes a thread. So the addresses of the host are cached.
+# Connections are opened in thousands, and each lookup takes a thread.
 _ADDRESS_CACHE_SECONDS = 10.0
-# Says nothing about requests: the server closes an idle connection.
+# No response to a request: the server closes an idle connection.
 _REQUEST_TIMEOUT = (b"HTTP/1.1 408", b"HTTP/1.0 408")
-# Unlike ``socket.recv``, this keeps the GIL: to get it back from a busy thread takes 150 us, and the call 1 us.
+# Unlike ``socket.recv``, this keeps the GIL: to get it back from a busy thread takes 150 us.
 _recv = ctypes.PyDLL(None).recv
 _BYTE = ctypes.create_string_buffer(1)
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
 def is_silent(descriptor: int) -> bool:
-    """Whether nothing has arrived at a socket that was not read yet: unasked bytes, or the connection's end."""
+    """Whether a socket has nothing unread: neither unasked bytes, nor the connection's end."""
     return bool(_recv(descriptor, _BYTE, 1, _LOOK) < 0)
 
 
@@ -311,7 +304,7 @@ class ConnectTimeout(TimeoutError):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. ``usable`` is False once it is closed or an error occurred on it."""
+    """``usable``: neither closed nor failed."""
 
     def __init__(self, owner: PlainTransport) -> None:
         self.usable = True
@@ -326,7 +319,6 @@ class _Connection(asyncio.Protocol):
         self._complete: Response | None = None
 
     def request(self, head: HiddenBytes, body: AnyBody) -> asyncio.Future[Response]:
-        """Sends a request. The future receives the response, or the error that prevented it."""
         self._response = response = self._loop.create_future()
         # HiddenBytes, because asyncio's frames hold what they write.
         if isinstance(body, bytes) and len(body) <= _MAX_COPIED_BYTES:
@@ -341,7 +333,7 @@ class _Connection(asyncio.Protocol):
         return response
 
     def _send_pieces(self) -> None:
-        """Sends a body as far as the server takes it. asyncio says when to go on."""
+        """Sends a body as far as the server takes it."""
         while self._unsent is not None and not self._paused:
             if (piece := next(self._unsent, None)) is None:
                 self._unsent = None
@@ -349,7 +341,6 @@ class _Connection(asyncio.Protocol):
                 self._transport.write(piece)
 
     def abort(self, error: Exception | None = None) -> None:
-        """Closes the connection at once. A request in flight fails with ``error``."""
         self.usable = False
         self._unsent = None
         self._transport.abort()
@@ -363,11 +354,9 @@ class _Connection(asyncio.Protocol):
         elif error is not None:
             response.set_exception(error)
 
-    # Callbacks of asyncio -----------------------------------------------------------------------------------------
-
     def connection_made(self, transport: Any) -> None:
         self._transport: asyncio.Transport = transport
-        # A response may take an hour. Without keep-alive probes, a host that disappears would not be noticed.
+        # A response may take an hour, and a host may disappear meanwhile.
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.descriptor: int = sock.fileno()
@@ -404,8 +393,7 @@ class _Connection(asyncio.Protocol):
         return self._parser.status
 
     def _finish(self, reusable: bool) -> None:
-        # A server that refuses a request may respond before it has read all of it. The rest of the request is still in
-        # the write buffer then, and the connection cannot be used again.
+        # A server may refuse a request before it has read all of it. The rest is still in the write buffer then.
         if self._status >= 300 or not reusable or self._transport.get_write_buffer_size():
             self.deliver()
             self.abort()
@@ -440,25 +428,25 @@ class _Connection(asyncio.Protocol):
 
 
 class Carrier(Protocol):
-    """A connection. ``last`` has the hashes of the request and the answer that it carried last."""
+    """A connection. ``last``: the hashes of the request and the answer that it carried last."""
 
     last: tuple[object, int]
 
 
 class UnaskedCounter:
-    """A transport that counts how often bytes arrived without a request: ``unasked``."""
+    """A transport that counts in ``unasked`` how often bytes arrived without a request."""
 
     url: HiddenUrl
     unasked = 0
     _first_id: bytes | None = None
 
     def refuse_late(self, connection: Carrier, request: AnyBody, answer: bytes | bytearray) -> None:
-        """Raises UnaskedBytes if the answer is the one before it once more, which answered another request."""
+        """Raises UnaskedBytes if the answer equals the one before it, which answered another request."""
         if self._first_id is None:
             found = _ID.search(answer)
             self._first_id = found[0] if found else b""
         before = connection.last
-        # Media are not hashed: requests with media count as different ones.
+        # Requests with media are not hashed, and count as different ones.
         if isinstance(request, Body):
             sent = object()
         else:
@@ -468,12 +456,11 @@ class UnaskedCounter:
             return
         if self._first_id in answer:
             return  # answers of this server have no id of their own
-        if not self.unasked:  # a server whose answers and ids are equal by chance is never refused
+        if not self.unasked:  # equal answers and ids by chance are never refused
             self.note_unasked()
         raise UnaskedBytes
 
     def note_unasked(self) -> None:
-        """Logs the first time."""
         if not self.unasked:
             logger.warning(
                 f"{self.url} has sent an answer without a request. The answer before it on that connection is dropped "
@@ -487,13 +474,11 @@ class PlainTransport(UnaskedCounter):
     """Sends requests to one http:// URL, over as many connections as there are requests in flight.
 
     Args:
-        headers: additional header fields, such as the API key.
         timeout: seconds from sending a request to the end of its response.
         connect_timeout: seconds to establish a connection.
         keepalive: seconds after which an idle connection is closed instead of used again.
 
     Attributes:
-        url: where it sends them.
         errors: what ``send`` raises besides TimeoutError.
     """
 
@@ -521,17 +506,17 @@ class PlainTransport(UnaskedCounter):
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._idle: list[_Connection] = []
-        # The deadline of each connection's request. They are in order, because all requests have the same timeout, so
-        # one timer, set to the first deadline, is enough.
+        # The deadline of each connection's request. All have the same timeout, so they are in order, and one timer is
+        # enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
-        self._last_connected: Any = None
+        self._last_connected: object = None
 
     async def send(self, body: AnyBody = b"", extras: Extras | None = None) -> Response:
-        """Sends one request. Returns the response, whatever its status.
+        """Returns the response, whatever its status.
 
         Raises:
             ConnectTimeout: no connection within ``connect_timeout``.
@@ -570,10 +555,9 @@ class PlainTransport(UnaskedCounter):
         for connection in (*self._idle, *self._in_flight):
             connection.abort(ConnectionAbortedError("the client was closed"))
         self._idle.clear()
-        await asyncio.sleep(0)  # the event loop closes the sockets in its next iteration
+        await asyncio.sleep(0)
 
     def deliver_later(self, connection: _Connection) -> None:
-        """Delivers the response of a connection once it has rested."""
         seconds = self._loop.time() + self._timeout - self._in_flight[connection]
         if seconds < SHORT:
             connection.deliver()
@@ -586,7 +570,7 @@ class PlainTransport(UnaskedCounter):
         return self.redact(os.strerror(number) if number else str(error))
 
     def _take_idle(self) -> _Connection | None:
-        """Returns the most recently used connection, so that surplus ones reach their idle limit."""
+        """The most recently used connection, so that surplus ones reach their idle limit."""
         oldest = self._loop.time() - self._keepalive
         while self._idle:
             connection = self._idle.pop()
@@ -600,11 +584,10 @@ class PlainTransport(UnaskedCounter):
     async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_timeout), self._connecting:
-                # The address that accepted the last connection goes first. Each gets a share of the time, so that one
-                # that does not respond leaves time for the others.
+                # The address that accepted the last connection goes first. Each gets a share of the time.
                 *others, last = sorted(await self._resolve(), key=lambda address: address != self._last_connected)
                 for address in others:
-                    with contextlib.suppress(OSError):  # includes TimeoutError
+                    with contextlib.suppress(OSError):
                         async with asyncio.timeout(self._connect_timeout / (1 + len(others))):
                             return await self._connect_to(address)
                 return await self._connect_to(last)
@@ -618,7 +601,6 @@ class PlainTransport(UnaskedCounter):
         return connection
 
     async def _resolve(self) -> list[Any]:
-        """Returns the addresses of the host. Concurrent callers share one lookup."""
         with contextlib.suppress(socket.gaierror):  # raised unless the host is an IP address
             return socket.getaddrinfo(
                 self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -633,7 +615,6 @@ class PlainTransport(UnaskedCounter):
         return await asyncio.shield(lookup)
 
     def _expire(self) -> None:
-        """Fails the requests whose deadline has passed, and sets the timer to the next deadline."""
         self._timer = None
         now = self._loop.time()
         expired = []
@@ -647,7 +628,7 @@ class PlainTransport(UnaskedCounter):
 
 
 def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
-    """Returns the head of every request, up to the value of Content-Length.
+    """The head of every request, up to the value of Content-Length.
 
     Raises:
         ValueError: a header value holds a line break or a NUL.

@@ -5,16 +5,13 @@ had in flight (``mark_dead``) go to the next server that is up.
 
     waiting      in order of arrival, until a server is up and a slot of ``max_concurrent_generations`` is free
     quarantined  requests that were in flight at two deaths of a server. They run apart from all others, on a server
-                 that first finishes its other requests. The request that was youngest at its first death goes first,
-                 because a request that kills a server mostly does so soon. If a server dies of one request alone, its
-                 earlier deaths are attributed to that request, and the other requests leave the quarantine.
+                 that first finishes its other requests. The youngest at its first death goes first: a request that
+                 kills a server mostly does so soon. A death of one request alone is attributed to it, with its
+                 earlier deaths, and the other requests leave the quarantine.
 
-If quarantined requests ran strictly one by one, a server that died twice for other reasons with thousands of requests
-in flight would be nearly idle for hours. So they run in groups: one request first, and each answer makes room for one
-more, up to the square root of their peak number. If the server dies of a group, its members run alone. So a request
-that kills costs one death more than if all ran alone, and the others wait for at most twice the square root of their
-number, in requests. Halving the groups would be quicker, but with more deaths than ``server_max_restarts`` usually
-allows.
+Quarantined requests run in groups: one first, and each answer makes room for one more, up to the square root of their
+peak number. If the server dies of a group, its members run alone. One by one, thousands of them would leave the server
+nearly idle for hours; halving the groups would need more deaths than ``server_max_restarts`` allows.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ the time at which the failed attempt started, and whether to wait for proof that
 
 
 class AttemptLost(Exception):
-    """The server died, or is about to be killed. The request is sent again, and no attempt is used up."""
+    """The server died, or is about to be killed. No attempt is used up."""
 
 
 class MustDivide(Exception):
@@ -52,7 +49,6 @@ class Death:
     """The end of one server process.
 
     Attributes:
-        cause: one line for people.
         in_flight: how many requests the server had.
         attributed: a request is known to have caused it.
     """
@@ -74,10 +70,8 @@ class Sender:
     Args:
         shutdown: of the rank. Once the rank stops, its requests are not sent any more.
         order: requests of the sender with the lowest order are sent first.
-        on_server: called with what happens to servers that we launch.
 
     Attributes:
-        in_flight: attempts under way.
         on_release: called after each attempt that ends.
         on_free: called when a target could take a request, and none waits.
     """
@@ -100,14 +94,12 @@ class Request:
     """The history of one request over all its attempts.
 
     Args:
-        sender: the rank that sends it; None: a new one.
         document: the id of the document that it is for.
 
     Attributes:
-        deaths: the deaths of servers at which it was in flight.
-        age: seconds it had been in flight at the first of them.
-        without_reason: answers that it got without a finish_reason, and that were not believed.
-        without_reason_since: when the first of them came.
+        deaths: of servers at which it was in flight.
+        age: seconds it had been in flight at the first death.
+        without_reason: answers without a finish_reason that were not believed.
         is_shared: by several texts. It is divided before it is given up.
     """
 
@@ -123,7 +115,6 @@ class Request:
         self.without_reason_since = 0.0
 
     def copy(self) -> Request:
-        """One that has been in flight at the same deaths."""
         other = Request(self.sender, self.document)
         other.deaths = list(self.deaths)
         other.age = self.age
@@ -139,7 +130,6 @@ class Request:
 
     @property
     def must_run_alone(self) -> bool:
-        """It was in flight with a group of quarantined requests when their server died."""
         return self._unattributed_deaths > _DEATHS_TO_QUARANTINE
 
     @property
@@ -147,18 +137,12 @@ class Request:
         return sum(not death.attributed for death in self.deaths)
 
     def record_death(self, death: Death, age: float) -> None:
-        """A server died while this request had been in flight for ``age`` seconds."""
         self.age = self.age if self.deaths else age
         self.deaths.append(death)
 
 
 class Attempt:
-    """One sending of a request.
-
-    Attributes:
-        started_at: when it was sent (``time.monotonic``).
-        lost: its server is given up. An answer that arrives later is thrown away.
-    """
+    """One sending of a request. ``lost``: its server is given up, and its answer would be dropped."""
 
     __slots__ = ("_cancelled", "_cancelling", "_handle", "_task", "lost", "request", "started_at")
 
@@ -175,7 +159,6 @@ class Attempt:
         self._cancelled = False
 
     def abort(self) -> None:
-        """End the attempt from outside."""
         if not self.lost:
             self.lost = True
             self._handle = asyncio.get_running_loop().call_soon(self._cancel)
@@ -185,11 +168,11 @@ class Attempt:
 
     @property
     def is_cancelled(self) -> bool:
-        """Somebody else has cancelled the task."""
+        """Whether somebody else has cancelled the task."""
         return self._task.cancelling() > self._cancelling + self._cancelled
 
     def end(self) -> None:
-        """From here on, ``abort`` does not reach the task."""
+        """After this, ``abort`` does not reach the task."""
         if self._handle is not None:
             self._handle.cancel()
         if self._cancelled:
@@ -200,15 +183,12 @@ class Target:
     """One server, as the client sees it.
 
     Attributes:
-        url, api_key: of its API.
-        transports: to each path that was asked.
-        up: requests may be sent.
-        limit: how many may be in flight here.
-        reserved: the server runs quarantined requests only, once its other requests are answered.
+        transports: by path.
+        limit: how many requests may be in flight here.
+        reserved: for quarantined requests, once the others are answered.
         cooldown_until: until then other servers are preferred, because a connection failed.
         alive_at: when the server last showed that it works, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
-        probe: see ``HealthProbe``.
         gives_reasons: an answer of it had a finish_reason.
     """
 
@@ -235,21 +215,16 @@ class Target:
         return attempt
 
     def mark_alive(self, started_at: float = 0.0) -> None:
-        """The server works: it answered the attempt that started at ``started_at``, or its token count grew."""
         self.alive_at = time.monotonic()
         self.accepted_at = max(self.accepted_at, started_at)
 
 
 class Quarantine:
-    """Requests that may have killed servers: who is next, and how many of them may run together.
-
-    Attributes:
-        in_flight: how many run now.
-    """
+    """Requests that may have killed servers."""
 
     def __init__(self) -> None:
         self.in_flight = 0
-        self._waiting: list[tuple[float, int, Request, asyncio.Future[Target]]] = []  # a heap
+        self._waiting: list[tuple[float, int, Request, asyncio.Future[Target]]] = []
         self._arrivals = 0
         self._group_limit = 1
         self._peak = 0
@@ -261,7 +236,6 @@ class Quarantine:
 
     @property
     def waiting(self) -> int:
-        """How many wait, with those that were cancelled just now."""
         return len(self._waiting)
 
     def has_waiting(self) -> bool:
@@ -281,7 +255,7 @@ class Quarantine:
         return self.in_flight < min(self._group_limit, math.isqrt(self._peak))
 
     def restart(self) -> None:
-        """Begin with a group of one, on another server."""
+        """Begins with a group of one, on another server."""
         self.in_flight = 0
         self._group_limit = 1
         self._peak = len(self._waiting)
@@ -292,7 +266,7 @@ class Quarantine:
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
     def start_next(self) -> tuple[Request, asyncio.Future[Target]]:
-        """The next request is in flight from now on. Only after ``has_room``."""
+        """Only after ``has_room``."""
         _, _, request, future = heapq.heappop(self._waiting)
         self.in_flight += 1
         self._runs_alone = request.must_run_alone
@@ -303,55 +277,42 @@ class Quarantine:
         self._group_limit += 1
 
     def requests(self) -> list[Request]:
-        """All that wait."""
         return [request for _, _, request, _ in self._waiting]
 
     def clear(self) -> list[tuple[Request, asyncio.Future[Target]]]:
-        """Everything that waited."""
         waiting = self._waiting
         self._waiting = []
         return [(request, future) for _, _, request, future in waiting]
 
 
 class Router:
-    """Gives each attempt a target.
-
-    Args:
-        limit: requests in flight at all targets together.
-
-    Attributes:
-        senders: the ranks whose requests these are.
-    """
+    """Gives each attempt a target. ``limit``: requests in flight at all targets together."""
 
     def __init__(self, limit: int) -> None:
         self.targets: list[Target] = []
         self.senders: list[Sender] = []
         self._limit = limit
         self._in_flight = 0
-        self._waiting: list[tuple[int, int, Request, asyncio.Future[Target]]] = []  # a heap
+        self._waiting: list[tuple[int, int, Request, asyncio.Future[Target]]] = []
         self._arrivals = 0
         self._quarantine = Quarantine()
         self._failure: str | None = None
 
     @property
     def in_flight(self) -> int:
-        """Attempts under way at all targets together."""
         return self._in_flight
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a target."""
         return len(self._waiting) + self._quarantine.waiting
 
     def waiting_of(self, sender: Sender) -> int:
-        """Those of one rank."""
         if self.senders == [sender]:
             return self.waiting
         waiting = [request for _, _, request, _ in self._waiting] + self._quarantine.requests()
         return sum(request.sender is sender for request in waiting)
 
     def oldest_of(self, sender: Sender) -> Attempt | None:
-        """The oldest attempt of a rank that is under way; None if there is none."""
         own = []
         for target in self.targets:
             attempts = list(target.attempts)  # a copy, because other threads ask, too
@@ -360,11 +321,10 @@ class Router:
 
     @property
     def capacity(self) -> int:
-        """How many attempts the targets that are up may have under way together."""
         return int(min(self._limit, sum(target.limit for target in self.targets if target.up)))
 
     def take(self, request: Request) -> Target | None:
-        """A target for one attempt, if one is free at once. Pass it to ``release`` afterwards.
+        """A target for one attempt, if one is free. Pass it to ``release`` afterwards.
 
         Raises:
             ServerDied: no server will be up again.
@@ -379,7 +339,7 @@ class Router:
         return target
 
     async def acquire(self, request: Request) -> Target:
-        """The same, once one is free."""
+        """Like ``take``, once a target is free."""
         target = self.take(request)
         if target is not None:
             return target
@@ -403,7 +363,7 @@ class Router:
         request.sender.on_release()
 
     def admit(self) -> None:
-        """Assign targets to requests that wait, while there are free ones."""
+        """Assigns free targets to requests that wait."""
         if self._quarantine.was_used:
             self._admit_quarantined()
         while self._waiting:
@@ -418,7 +378,7 @@ class Router:
             sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
-        """The server of a target is dead, or will be killed now: the requests in flight there are sent again."""
+        """The requests in flight there are sent again."""
         target.up = target.reserved = False
         death = Death(cause, len(target.attempts))
         now = time.monotonic()
@@ -437,7 +397,7 @@ class Router:
         self.admit()
 
     def fail(self, cause: str) -> None:
-        """No server will be up again: ``acquire`` raises ServerDied, for requests that wait and for later ones."""
+        """No server will be up again: ``acquire`` raises ServerDied."""
         self._failure = cause
         waiting = self._waiting
         self._waiting = []
@@ -459,7 +419,6 @@ class Router:
         return target
 
     def _free(self) -> Target | None:
-        """The least busy target that can take a request."""
         if self._in_flight >= self._limit:
             return None
         free = [t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit]
@@ -476,7 +435,7 @@ class Router:
         if reserved is None:
             return
         reserved.reserved = quarantine.has_waiting() or reserved.in_flight > 0
-        # The target has answered its other requests when all that it has in flight are quarantined ones.
+        # The target has answered its other requests when all that it has in flight are quarantined.
         while quarantine.has_room() and reserved.in_flight == quarantine.in_flight and self._in_flight < self._limit:
             request, future = quarantine.start_next()
             future.set_result(self._assign(reserved, request))

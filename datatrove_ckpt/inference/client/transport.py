@@ -1,7 +1,6 @@
-"""One HTTP exchange: sends a body, and returns the body of a whole answer or raises the error that the status means.
+"""One HTTP exchange: returns the body of a whole answer, or raises the error that the status means.
 
-Plain http:// goes over ``plain.py``, everything else over aiohttp. See ``client.py`` for the table of errors. Errors
-raised here have no cause attached, because the frames of their causes hold headers, and headers hold the API key.
+Errors raised here have no cause: the frames of their causes hold headers, and headers hold the API key.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import orjson
 
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import HiddenDict, Redactor, frames_cut, note_sent
-from datatrove_ckpt.common.retrying import parse_retry_after
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.answers import RetryableError
@@ -27,18 +25,17 @@ if TYPE_CHECKING:
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
 
 _CONNECT_TIMEOUT = 30.0  # seconds
-# Seconds. uvicorn, which serves vLLM and SGLang, closes idle connections after 5 s. We close them first: a request
-# sent into a closing connection is a failed attempt.
+# Seconds. uvicorn closes idle connections after 5 s. A request sent into a closing connection is a failed attempt.
 _KEEPALIVE = 4.0
-# 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part of it.
+# 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part.
 _ANSWERED = frozenset({200, 201, 203})
-_SHOWN_BODY = 2000  # characters
-# llama.cpp's 500 for a text that it cannot embed, however often it is asked. All of the body, which quotes no text.
+_SHOWN_BODY = 2000
+# llama.cpp's 500 for a text that it cannot embed. All of the body, which quotes no text.
 _TOO_LARGE = re.compile(
     rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. increase the physical batch '
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
-_CONTENT_TOO_LARGE = 413  # what a server means by it
+_CONTENT_TOO_LARGE = 413
 
 
 Transport: TypeAlias = "PlainTransport | AiohttpTransport"
@@ -47,12 +44,7 @@ Transport: TypeAlias = "PlainTransport | AiohttpTransport"
 def make_transport(
     url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool = False, method: str = "POST"
 ) -> Transport:
-    """The cheapest transport that can serve this URL.
-
-    Args:
-        timeout: seconds for one exchange.
-        proxied: the environment names a proxy for this URL.
-    """
+    """The cheapest transport for this URL. ``proxied``: the environment names a proxy for it."""
     settings = url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
     if _is_plain(url, proxied):
         return PlainTransport(*settings)
@@ -66,41 +58,44 @@ def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
 
 
 class ExchangeFailed(Exception):
-    """There is no response that says anything. ``kind``: the name of the error, "TimeoutError" if none came in time."""
+    """There is no response. ``kind``: "TimeoutError" if none came in time."""
 
     def __init__(self, details: str, kind: str = "") -> None:
+        self.details = details
         self.kind = kind
         super().__init__(details or kind)
 
 
 async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxied: bool = False) -> Response:
-    """The response to one GET, over a connection of its own, whatever its status.
+    """The response to one GET, whatever its status.
 
     Raises:
         ExchangeFailed: there is none within ``seconds``.
-        TooManyOpenFiles: no connection could be opened.
     """
     transport = make_transport(url, headers, seconds, proxied, "GET")
     try:
         with frames_cut():
-            async with asyncio.timeout(seconds):  # with the connection
+            async with asyncio.timeout(seconds):
                 return await transport.send()
     except TimeoutError:
         raise ExchangeFailed("", "TimeoutError") from None
     except transport.errors as error:
-        if is_caused_by_limit(error):
-            raise limit_reached(f"No connection to {url}") from None
-        raise ExchangeFailed(transport.explain(error), type(error).__name__) from None
+        raise _failure(transport, error) from None
     finally:
         await transport.close()
 
 
+def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
+    if is_caused_by_limit(error):
+        raise limit_reached(f"No connection to {transport.url}") from None
+    return ExchangeFailed(transport.explain(error), type(error).__name__)
+
+
 async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> bytes:
-    """The body of an answer (200, 201, 203). ``model`` appears in error messages only.
+    """The body of an answer. ``model`` appears in error messages only.
 
     Raises:
-        RequestRejected, ServerRefused, RetryableError: see the table in ``client.py``.
-        TooManyOpenFiles: no connection could be opened, which is not the server's fault.
+        RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: see the table in ``client.py``.
     """
     url = transport.url
     try:
@@ -113,11 +108,11 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
             kind = "answer"
         raise RetryableError(f"no {kind} in time from {url}", unreachable=True, timed_out=True) from None
     except transport.errors as error:
-        if is_caused_by_limit(error):
-            raise limit_reached(f"No connection to {url}") from None
         note_sent(extras)
-        details = transport.explain(error)
-        cause = f"{type(error).__name__} from {url}" + (f": {details}" if details else "")
+        failure = _failure(transport, error)
+        cause = f"{failure.kind} from {url}"
+        if failure.details:
+            cause += f": {failure.details}"
         raise RetryableError(cause, unreachable=True) from None
     if response.status in _ANSWERED:
         return response.body
@@ -127,23 +122,17 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     raise _error(response, url, model, transport.redact)
 
 
-def is_rejection(status: int) -> bool:
-    """Whether the server says that this request is wrong, and always will be."""
-    return status in retrying.REJECTED
-
-
 def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
         status = _CONTENT_TOO_LARGE
-    # Cut after the secrets are replaced: of a secret that is cut in two, a part would stay.
+    # Cut after the redaction: a part of a secret that is cut in two would stay.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
-    if is_rejection(status):
+    if status in retrying.REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())
     if status in retrying.SERVER.retried:
-        wait = parse_retry_after(response.retry_after)
-        return RetryableError(f"HTTP {status} from {url}: {text}", wait, status=status)
+        return RetryableError(f"HTTP {status} from {url}: {text}", asked_wait=response.wait, status=status)
     refused = ServerRefused(
         f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text)} "
         f"The server's answer: {text or '(empty)'}"

@@ -5,9 +5,8 @@
     classify  data[] index, label, probs        the same
     score     data[] index, score               [] index, score (rerank)     results[] index, relevance_score (rerank)
 
-What is kept is small, the same in each run, and exact: an array is base64 of its float32 values, little-endian. An
-answer that lacks a value, has another number of values than was asked for, or has NaN or infinity (JSON has null for
-them) is retried, as an unfinished completion is: no array that reaches a rollout is wrong.
+What is kept is small, equal in each run, and exact: an array is base64 of its float32 values, little-endian. An answer
+that lacks a value, or has NaN or infinity (null in JSON), is retried.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ import base64
 import binascii
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.inference.client.answers import (
     Completion,
-    JsonObject,
-    Redact,
     RetryableError,
     Way,
     other_than_text,
@@ -33,48 +31,42 @@ from datatrove_ckpt.inference.client.answers import (
 )
 
 Floats = npt.NDArray[np.float32]
+_Number = TypeVar("_Number", np.float32, np.float64)
 _FLOAT32 = np.dtype("<f4")  # as in base64
 _ROWS = ("data", "results")
 
 
 def typed_way(name: str, path: str, count: int) -> Way:
-    """The way to a path of which a typed answer is expected.
-
-    Args:
-        name: "embed", "classify" or "score".
-        count: how many texts are asked about.
+    """Args:
+    name: "embed", "classify" or "score".
+    count: how many texts are asked about.
     """
     return Way(way_to(path).path, partial(_PARSERS[name], count=count), f"{name}()", is_shared=name == "embed")
 
 
 class Base64(str):
-    """An array as it is kept, with the array: to decode it takes longer than all else about an answer."""
+    """An array as it is kept, with the array: decoding takes longer than all else about an answer."""
 
     __slots__ = ("values",)
     values: Floats
 
 
 def to_base64(values: Floats, text: str | None = None) -> Base64:
-    """The array as it is kept. ``text``: if it is known."""
     kept = Base64(base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode() if text is None else text)
     kept.values = values
     return kept
 
 
 def from_base64(text: str) -> Floats:
-    """The array that was kept, bit for bit. It can be written to."""
+    """The array that was kept, bit for bit, writable."""
     if isinstance(text, Base64):
         return text.values.copy()
     return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
 
 
-def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
-    """Vectors of one length, in the order of their texts: ``embeddings``, base64.
-
-    Raises:
-        RetryableError: the answer has another form, or another number of vectors.
-    """
-    answer, rows = _rows(raw, redact, count)
+def parse_embeddings(raw: bytes, *, count: int) -> Completion:
+    """``embeddings``: vectors of one length, in the order of their texts, in base64."""
+    answer, rows = _rows(raw, count)
     vectors = [_vector(row.get("embedding")) for row in rows]
     if len({len(vector) for vector in vectors}) > 1:
         raise RetryableError("the answer's embeddings have different lengths")
@@ -82,13 +74,9 @@ def parse_embeddings(raw: bytes, redact: Redact = str, *, count: int) -> Complet
     return other_than_text(answer, {"embeddings": list(map(to_base64, vectors, texts))})
 
 
-def parse_classes(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
-    """``label``, None if the server does not name it, and ``probabilities``: of all classes in the model's order.
-
-    Raises:
-        RetryableError: the answer has another form.
-    """
-    answer, (row,) = _rows(raw, redact, count)
+def parse_classes(raw: bytes, *, count: int) -> Completion:
+    """``label``, None if the server does not name it, and ``probabilities`` of all classes in the model's order."""
+    answer, (row,) = _rows(raw, count)
     label = row.get("label")
     if not (label is None or isinstance(label, str)):
         raise RetryableError("the answer's label is no text")
@@ -96,14 +84,10 @@ def parse_classes(raw: bytes, redact: Redact = str, *, count: int) -> Completion
     return other_than_text(answer, {"label": label, "probabilities": probabilities})
 
 
-def parse_scores(raw: bytes, redact: Redact = str, *, count: int) -> Completion:
-    """``scores`` in the order of the texts, base64.
-
-    Raises:
-        RetryableError: the answer has another form, or another number of scores.
-    """
-    answer, rows = _rows(raw, redact, count)
-    return other_than_text(answer, {"scores": to_base64(_numbers([_score(row) for row in rows], "scores"))})
+def parse_scores(raw: bytes, *, count: int) -> Completion:
+    """``scores`` in the order of the texts, base64."""
+    answer, rows = _rows(raw, count)
+    return other_than_text(answer, {"scores": to_base64(_numbers([_score(row) for row in rows], "scores", np.float32))})
 
 
 _PARSERS: dict[str, Callable[..., Completion]] = {
@@ -113,11 +97,12 @@ _PARSERS: dict[str, Callable[..., Completion]] = {
 }
 
 
-def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[JsonObject]]:
-    """The answer and its ``count`` rows in the order of their indices. If no row has an index, the rows of ``data`` are
-    in order. Several others are a ranking.
+def _rows(raw: bytes, count: int) -> tuple[JsonObject, list[JsonObject]]:
+    """The answer and its ``count`` rows in the order of their indices.
+
+    Without an index, the rows of ``data`` are in order. Several others are a ranking.
     """
-    answer, rows = _read(raw, redact)
+    answer, rows = _read(raw)
     indices = list(range(len(rows)))
     in_order = count == 1 or rows is answer.get("data")
     if not in_order or any("index" in row for row in rows):
@@ -127,14 +112,14 @@ def _rows(raw: bytes, redact: Redact, count: int) -> tuple[JsonObject, list[Json
     return answer, [row for _, row in sorted(zip(indices, rows, strict=True), key=lambda pair: pair[0])]
 
 
-def _read(raw: bytes, redact: Redact) -> tuple[JsonObject, list[JsonObject]]:
-    """The answer and its rows, which are an answer of SGLang by themselves."""
-    answer: Any = read_json(raw, redact)
-    if isinstance(answer, list):
-        answer = {"results": answer, "usage": {"prompt_tokens": sum(map(_prompt_tokens, answer))}}
-    rows = None
-    if isinstance(answer, dict):
-        rows = next((answer[name] for name in _ROWS if isinstance(answer.get(name), list)), None)
+def _read(raw: bytes) -> tuple[JsonObject, list[JsonObject]]:
+    found = read_json(raw)
+    answer: JsonObject = {}
+    if isinstance(found, list):
+        answer = {"results": found, "usage": {"prompt_tokens": sum(map(_prompt_tokens, found))}}
+    elif isinstance(found, dict):
+        answer = found
+    rows = next((answer[name] for name in _ROWS if isinstance(answer.get(name), list)), None)
     if rows is None or not all(isinstance(row, dict) for row in rows):
         raise RetryableError("the answer has no data")
     return answer, rows
@@ -154,7 +139,7 @@ def _score(row: JsonObject) -> object:
 
 def _vector(value: object) -> Floats:
     if not isinstance(value, str):
-        return _numbers(value, "embedding")
+        return _numbers(value, "embedding", np.float32)
     try:
         vector = np.frombuffer(base64.b64decode(value, validate=True), _FLOAT32)
     except (binascii.Error, ValueError):
@@ -162,7 +147,7 @@ def _vector(value: object) -> Floats:
     return _checked(vector, "embedding")
 
 
-def _numbers(value: object, name: str, kind: type[np.floating[Any]] = np.float32) -> npt.NDArray[Any]:
+def _numbers(value: object, name: str, kind: type[_Number]) -> npt.NDArray[_Number]:
     # numpy would make a number of None (NaN), of True and of "1".
     if not isinstance(value, list) or not all(type(item) in (float, int) for item in value):
         raise RetryableError(f"the answer's {name!r} is no list of numbers")
@@ -170,7 +155,7 @@ def _numbers(value: object, name: str, kind: type[np.floating[Any]] = np.float32
         return _checked(np.array(value, kind), name)
 
 
-def _checked(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+def _checked(values: npt.NDArray[_Number], name: str) -> npt.NDArray[_Number]:
     if not values.size or not np.isfinite(values).all():
         raise RetryableError(f"the answer's {name!r} is empty, or holds NaN or infinity")
     return values

@@ -1,7 +1,6 @@
 """URLs of endpoints, which may hold a secret: a user and password, or a query such as ``?code=...``.
 
-A ``HiddenUrl`` is what our frames hold instead of a ``str`` or a yarl ``URL``, both of which a traceback with values
-would show whole.
+Frames hold a ``HiddenUrl``: a traceback with values would show a ``str`` or a yarl ``URL`` whole.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterable
-from typing import Self, TypeAlias
+from typing import TypeAlias
 from urllib.parse import quote, quote_plus
 from urllib.request import getproxies, proxy_bypass
 
@@ -21,7 +20,7 @@ from datatrove_ckpt.errors.doors import written
 
 _PUBLIC_QUERY = "api-version"
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
-_WHOLE = ("completions", "embeddings")  # ends of an address that is a path's own
+_WHOLE = ("completions", "embeddings")  # of an address that is a path's own
 
 
 Extras: TypeAlias = dict[str, HiddenDict]
@@ -31,24 +30,26 @@ Extras: TypeAlias = dict[str, HiddenDict]
 class HiddenUrl:
     """A URL that is printed without user, password, query and fragment.
 
+    Args:
+        shown: stands for the text in an error.
+
     Raises:
-        ConfigError: the text is no URL. The message does not repeat it.
+        ConfigError: the text is no URL.
     """
 
     __slots__ = ("_url",)
 
-    def __init__(self, url: str | URL) -> None:
+    def __init__(self, url: str | URL, shown: str = "it") -> None:
         self._url = url if isinstance(url, URL) else _parsed(url)
-        del url  # the frame that raises must not hold it
+        del url  # hidden from the frame that raises
         if not self._url.host:
-            raise ConfigError(f"{written.endpoint_url}: is not a URL.")
-
-    @classmethod
-    def wrap(cls, url: Self | str | URL) -> Self:
-        return url if isinstance(url, cls) else cls(url)  # type: ignore[arg-type]
+            raise ConfigError(
+                f"{written.endpoint_url}: {shown} is not a URL. Write http://HOST:PORT or https://HOST. In a user, a "
+                "password or a query, write %2F for /, %40 for @, and %23 for #."
+            )
 
     def reveal(self) -> URL:
-        """The URL itself. Never bind it to a name: tracebacks show the values of names."""
+        """Never bind the URL to a name: tracebacks show the values of names."""
         return self._url
 
     def join(self, path: str) -> HiddenUrl:
@@ -73,7 +74,7 @@ class HiddenUrl:
 
     @property
     def may_lack_version(self) -> bool:
-        """It has a path without a version: the API may be right below it, or below its /v1."""
+        """Whether its path has no version: the API may be right below it, or below its /v1."""
         names = [name for name in self._url.raw_parts if name.strip("/")]
         return bool(names) and names[-1] not in _WHOLE and not any(map(_VERSION.fullmatch, names))
 
@@ -82,10 +83,11 @@ class HiddenUrl:
         return self._url.user is not None or self._url.password is not None
 
     def redactor(self, headers: HiddenDict | None) -> Redactor:
-        """Hides the secrets of this URL, and those in the headers that are sent with it."""
         return Redactor(*_secrets_of(self._url), *((headers or {}).values()))
 
     def __repr__(self) -> str:
+        if not self._url.host:
+            return ""
         return str(self._url.with_user(None).with_query(None).with_fragment(None))
 
 
@@ -99,7 +101,6 @@ def _secrets_of(url: URL) -> Iterable[str]:
 
 
 def _parsed(url: str) -> URL:
-    """The URL; an empty one if the text is none of a web server."""
     if "@" in url.partition("?")[0].partition("://")[2].partition("/")[2]:
         return URL()  # a "/" in a password made the rest of it, and the host, a path
     if any(map(str.isspace, url.partition("?")[0])):
@@ -114,12 +115,12 @@ def _parsed(url: str) -> URL:
 
 
 def beside(url: HiddenUrl, headers: HiddenDict, extras: Extras) -> tuple[HiddenUrl, HiddenDict]:
-    """URL and header fields of a request that has ``extras``. They replace equal ones."""
+    """``extras`` replace equal ones."""
     fields = {name.title(): value for name, value in extras["extra_headers"].items()}
     return HiddenUrl(url.reveal().update_query(extras["extra_query"])), HiddenDict({**headers, **fields})
 
 
 def needs_proxy(urls: Iterable[HiddenUrl]) -> bool:
-    """Whether the environment (HTTPS_PROXY, NO_PROXY and so on) names a proxy for any of the URLs."""
-    proxies = HiddenDict(getproxies())  # they may hold passwords
+    """Whether the environment names a proxy for any of the URLs."""
+    proxies = HiddenDict(getproxies())
     return any(url.reveal().scheme in proxies and not proxy_bypass(url.reveal().host or "") for url in urls)

@@ -1,8 +1,7 @@
 """``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug pipelines without a model.
 
-It gives the same answers as datatrove's own dummy server, text and token counts included, on /v1/chat/completions and
-on /v1/completions. Where vLLM answers with embeddings, classes and scores, it answers with numbers that depend
-on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is set, and listens on 127.0.0.1.
+Its completions are those of datatrove's own dummy server, token counts included. Its embeddings, classes and scores
+depend on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is set.
 """
 
 from __future__ import annotations
@@ -16,25 +15,23 @@ import os
 import struct
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import orjson
 from aiohttp import web
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST
 
 TEXT = "This is dummy text content for debugging purposes. Page contains sample text to simulate OCR output."
 _COMPLETION_TOKENS = 100
-_MAX_BODY = 1 << 30  # bytes; the default, one MiB, refuses requests with images
+_MAX_BODY = 1 << 30  # bytes; the default, one MiB, refuses images
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(latency: float, api_key: str | None) -> web.Application:
-    """The server as an aiohttp application.
-
-    Args:
-        latency: seconds each answer takes.
-        api_key: bearer token that requests to /v1 must carry, or None.
+    """Args:
+    latency: seconds each answer takes.
+    api_key: bearer token for requests to /v1.
     """
 
     @web.middleware
@@ -75,8 +72,8 @@ async def _models(_: web.Request) -> web.Response:
     return _json({"object": "list", "data": [{"id": "dummy-model", "object": "model"}]})
 
 
-def _completion(payload: object, size: int, *, chat: bool) -> dict[str, object]:
-    content: dict[str, object] = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+def _completion(payload: object, size: int, *, chat: bool) -> JsonObject:
+    content: JsonObject = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
     prompt_tokens = size // 4
     return {
         "id": "dummy",
@@ -91,32 +88,28 @@ def _completion(payload: object, size: int, *, chat: bool) -> dict[str, object]:
     }
 
 
-# Numbers --------------------------------------------------------------------------------------------------------------
-
-# The values of payloads are what users wrote, hence ``Any``.
-_Payload = dict[str, Any]
 _DIMENSIONS = 8
 
 
 def _numbers(text: object, count: int) -> list[float]:
-    """Between 0 and 1, with an exact form as float32; the same for equal texts."""
+    """Between 0 and 1, exact as float32; equal for equal texts."""
     seed = hashlib.shake_128(json.dumps(text).encode()).digest(2 * count)
     return [number / 65536 for (number,) in struct.iter_unpack("<H", seed)]
 
 
-def _listed(texts: Any) -> list[Any]:
+def _listed(texts: object) -> list[object]:
     if isinstance(texts, list):
         return texts
     return [texts]
 
 
-def _embeddings(payload: _Payload) -> _Payload:
+def _embeddings(payload: JsonObject) -> JsonObject:
     dimensions = payload.get("dimensions") or _DIMENSIONS
     vectors = [_numbers(text, dimensions) for text in _listed(payload.get("input"))]
     return {"data": [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)]}
 
 
-def _classes(payload: _Payload) -> _Payload:
+def _classes(payload: JsonObject) -> JsonObject:
     data = []
     for at, text in enumerate(_listed(payload.get("input"))):
         (score,) = _numbers(text, 1)
@@ -124,7 +117,7 @@ def _classes(payload: _Payload) -> _Payload:
     return {"data": data}
 
 
-def _scores(payload: _Payload) -> _Payload:
+def _scores(payload: JsonObject) -> JsonObject:
     scores = [_numbers([payload.get("text_1"), text], 1)[0] for text in _listed(payload.get("text_2"))]
     return {"data": [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]}
 
@@ -141,7 +134,7 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal arrives; the exit code."""
+    """Serves until a signal arrives; the exit code."""
     parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.dummy")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time each answer takes")

@@ -1,17 +1,15 @@
-"""The process between a runner and its server. It makes sure that no server outlives its runner.
+"""The process between a runner and its server: no server outlives its runner.
 
 The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``. Its standard input is
-the lifeline pipe, whose write end the runner holds. When that end closes, because the runner stops the server or has
-itself ended (even by kill -9), the server's process group gets SIGTERM, and after the timeout every descendant gets
-SIGKILL. A byte written to the pipe asks for SIGKILL at once. If the server ends by itself, its descendants are killed,
-too. The exit code is the server's (128 + n for signal n).
+the lifeline pipe, whose write end the runner holds. When that end closes, the server's process group gets SIGTERM, and
+after the timeout every descendant gets SIGKILL. A byte in the pipe asks for SIGKILL now. If the server ends by itself,
+its descendants are killed, too. The exit code is the server's (128 + n for signal n).
 
-An ordinary parent process cannot do this: PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations of
-processes), and a process that called setsid() has left its group. So the guardian is a child subreaper: a
-descendant that loses its parent becomes the guardian's child, and /proc shows the whole tree. Where there is neither
-prctl nor /proc (macOS) only the server's process group is killed.
+PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations), and a process that called setsid() has left
+its group. So the guardian is a child subreaper, and /proc shows the whole tree. Without both (macOS) only the server's
+process group is killed.
 
-It uses the standard library only, one thread, and nothing of this package: it is up in about 20 ms, and uses 10 MB.
+It uses the standard library only, and one thread: it is up in about 20 ms, and uses 10 MB.
 """
 
 from __future__ import annotations
@@ -31,13 +29,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 KILL_NOW = b"k"
-# Seconds between two looks at our parent's id. Needed only if a fork of the runner keeps the lifeline pipe open.
+# Seconds. Needed only if a fork of the runner keeps the lifeline pipe open.
 _PARENT_CHECK = 1.0
-# Seconds that a server gets after SIGTERM if its runner is dead: nobody needs its answers, and the next runner needs
-# its GPUs.
+# Seconds after SIGTERM if the runner is dead: the next runner needs the GPUs.
 _ORPHAN_TIMEOUT = 4.0
-# Seconds that SIGKILL may take. A process that hangs inside a driver cannot be killed, and waiting for it would never
-# end.
+# Seconds. A process that hangs inside a driver cannot be killed.
 _KILL_TIMEOUT = 10.0
 
 
@@ -53,7 +49,7 @@ class Process(NamedTuple):
 
 
 def process_table() -> list[Process]:
-    """Every process in /proc; empty where there is no /proc."""
+    """Every process in /proc; empty where there is none."""
     table = []
     for folder in _PROC.iterdir() if _PROC.is_dir() else ():
         if not folder.name.isdecimal():
@@ -61,8 +57,8 @@ def process_table() -> list[Process]:
         try:
             stat = (folder / "stat").read_bytes()
         except OSError:
-            continue  # the process has ended
-        # The name in parentheses may itself contain spaces and parentheses: count from the last one.
+            continue
+        # The name may itself contain spaces and parentheses: count from the last one.
         pid, _, rest = stat.partition(b" (")
         name, _, rest = rest.rpartition(b") ")
         state, parent, _group, session, *more = rest.split()
@@ -72,7 +68,6 @@ def process_table() -> list[Process]:
 
 
 def descendants(ancestor: int) -> list[Process]:
-    """Children, grandchildren and so on of the process ``ancestor``, zombies included."""
     children: dict[int, list[Process]] = {}
     for process in process_table():
         children.setdefault(process.parent, []).append(process)
@@ -99,12 +94,10 @@ class Guardian:
     """Runs one command until it ends, or until the runner ends or asks for its end.
 
     Args:
-        argv: the server's command line.
         stop_timeout: seconds between SIGTERM and SIGKILL.
 
     Attributes:
-        server: process id.
-        server_status: as ``os.waitpid`` returns it; None while the server is running.
+        server_status: as ``os.waitpid`` returns it.
     """
 
     def __init__(self, argv: list[str], stop_timeout: float) -> None:
@@ -119,9 +112,8 @@ class Guardian:
         signal.set_wakeup_fd(wakeup_write)
 
     def run(self) -> int:
-        """Start, wait, clean up; the exit code."""
-        # A cluster that stops a job signals all of its processes. The runner then drains, and needs its server for
-        # that, so only the closed pipe ends the guardian. Handlers, not SIG_IGN, which the server would inherit.
+        # A cluster signals all processes of a job. The runner then drains, and needs its server, so only the closed
+        # pipe ends the guardian. Handlers, not SIG_IGN, which the server would inherit.
         for number in _CAUGHT:
             signal.signal(number, lambda *_: None)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -142,13 +134,13 @@ class Guardian:
 
     def _launch(self) -> None:
         guardian = os.getpid()
-        # Blocked, because between fork and exec our handlers would swallow a SIGTERM that is meant for the server.
+        # Between fork and exec our handlers would swallow a SIGTERM that is meant for the server.
         signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
         self.server = os.fork()
         if self.server == 0:
             self._exec_server(guardian)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
-        _set_group(self.server)  # both processes do this, so that it is done before the first kill
+        _set_group(self.server)  # both processes do this, before the first kill
 
     def _exec_server(self, guardian: int) -> NoReturn:
         try:
@@ -160,7 +152,7 @@ class Guardian:
             for number in (signal.SIGPIPE, *_CAUGHT):  # Python ignores SIGPIPE, and exec keeps ignored signals ignored
                 signal.signal(number, signal.SIG_DFL)
             for number in (signal.SIGUSR1, signal.SIGUSR2):
-                signal.signal(number, signal.SIG_IGN)  # "the job ends soon" is for the runner; their default is to kill
+                signal.signal(number, signal.SIG_IGN)  # "the job ends soon" is for the runner
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _CAUGHT)
             os.execvp(self.argv[0], self.argv)
         except OSError as error:
@@ -168,7 +160,7 @@ class Guardian:
         os._exit(127)
 
     def _wait_for_stop(self, timeout: float) -> bool:
-        """Wait for a signal or the lifeline pipe, at most ``timeout`` seconds; whether the server must be stopped."""
+        """Returns whether the server must be stopped."""
         ready = select.select([0, self._wakeup_read], [], [], timeout)[0]
         self._drain_wakeups()
         if 0 in ready:
@@ -183,7 +175,6 @@ class Guardian:
                 pass
 
     def _terminate(self) -> None:
-        """Send SIGTERM, and wait until the server ends or its time is over."""
         _kill_group(self.server, signal.SIGTERM)
         terminated_at = time.monotonic()
         self._reap()
@@ -193,24 +184,20 @@ class Guardian:
             self._reap()
 
     def _grace_seconds(self) -> float:
-        """Seconds between SIGTERM and SIGKILL.
-
-        Computed again at each look: the pipe of a runner that is killed closes before the runner counts as dead, and a
-        runner may die during the wait.
-        """
+        """Seconds between SIGTERM and SIGKILL, which change if the runner dies during the wait."""
         if os.getppid() == self._runner:
             return self.stop_timeout
         return min(self.stop_timeout, _ORPHAN_TIMEOUT)
 
     def _kill_descendants(self) -> None:
-        """Send SIGKILL until the process table shows no descendant: a dying process may still have forked."""
+        """Sends SIGKILL until no descendant is left: a dying process may still have forked."""
         deadline = time.monotonic() + _KILL_TIMEOUT
         _kill_group(self.server, signal.SIGKILL)
         while time.monotonic() < deadline:
             self._reap()
             running = [process for process in descendants(os.getpid()) if not process.zombie]
             if not running and self.server_status is not None:
-                self._reap()  # those that have ended since, and are nobody's else
+                self._reap()
                 return
             for process in running:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
@@ -231,7 +218,7 @@ class Guardian:
 
 
 def _set_group(pid: int) -> None:
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # the other process was first
+    with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)
 
 

@@ -1,25 +1,73 @@
-"""The servers of a process, for all its ranks that run at once."""
+"""The servers of a process: launched, or running already, for one rank or for several that run at once.
+
+``ServerHost.lend`` is what a rank calls. What launches servers is imported where servers are launched.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import CkptError, named
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.client.routing import Sender
-from datatrove_ckpt.inference.servers.connect import Watch, running
+from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
+Watch = Callable[[], Awaitable[None]]
+"""Raises when no server is left."""
+
+
+def check_servers(config: InferenceConfig) -> None:
+    """Checks that the model file, the packages and the key are here. Starts and sends nothing.
+
+    Raises:
+        ConfigError, ServerStartFailed: what is missing, and what to do.
+    """
+    try:
+        if config.server_type == "endpoint":
+            ExternalServers(config)
+        else:
+            config.engine.launch(config, 1, Key("unused"))
+    except CkptError as error:
+        named(error, config.name)
+        raise
+
+
+@asynccontextmanager
+async def running(
+    servers: ModelServers, rank: int, shutdown: Shutdown, models: RankModels, on_outage: Callable[[Outage], None]
+) -> AsyncIterator[Watch]:
+    """The servers are ready for requests in this block. See ``ServerHost.lend``."""
+    config = servers.config
+    try:
+        if config.server_type == "endpoint":
+            endpoints = ExternalServers(config)
+            on_outage(endpoints.outage)
+            await endpoints.start()
+            servers.add_endpoints(endpoints.urls, endpoints.api_key)
+            for index, url in enumerate(endpoints.urls):
+                servers.tell("ready", config.server_name(index), str(url), "")
+            yield wait_until_cancelled  # a failure of these servers shows in their answers
+        else:
+            from datatrove_ckpt.inference.servers.pool import ServerPool
+
+            async with ServerPool(config, rank, servers, shutdown, models).running() as watch:
+                yield watch
+    finally:
+        await servers.close()
+
 
 @dataclass
 class _Running:
-    """The servers of one model. ``ready``: gets what raises when none is left."""
+    """The servers of one model."""
 
     servers: ModelServers
     ready: asyncio.Future[Watch]
@@ -30,23 +78,25 @@ class ServerHost:
     """Starts the servers of a model when the first rank needs them, and stops all at its end.
 
     Args:
-        shutdown: of the process.
+        shutdown: of the ranks.
+        keeps: it has one rank, whose servers may stay for the next one: see ``warm.py``.
 
     Attributes:
         media: how many bytes of media the documents in work may have, of all ranks together.
     """
 
-    def __init__(self, shutdown: Shutdown) -> None:
+    def __init__(self, shutdown: Shutdown, keeps: bool = False) -> None:
         self.media = ByteBudget(media_bytes())
         self._shutdown = shutdown
-        self._running: dict[str, _Running] = {}  # by the names of the models
+        self._keeps = keeps
+        self._ends_well = asyncio.Event()
+        self._running: dict[str, _Running] = {}
         self._models: RankModels | None = None
         # Servers outlive the rank that starts them: their log lines belong to all ranks.
         self._context = contextvars.copy_context()
 
     @property
     def has_room(self) -> bool:
-        """Whether the servers of each model could take more requests than there are."""
         routers = [one.servers.router for one in self._running.values()]
         return routers != [] and all(one.in_flight < one.capacity and not one.waiting for one in routers)
 
@@ -59,10 +109,14 @@ class ServerHost:
         sender: Sender,
         on_outage: Callable[[Outage], None],
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
-        """A rank's client of the servers of one model: see ``connect``.
+        """A rank's client of the servers of one model, once they are ready.
 
         Args:
             configs: of all models of the rank.
+            on_outage: gets the outage clock of endpoints that are waited for before the client is there.
+
+        Raises:
+            ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and ``ExternalServers.start``.
         """
         one = self._running.get(config.name)
         if one is None:
@@ -91,21 +145,23 @@ class ServerHost:
         self, one: _Running, configs: Sequence[InferenceConfig], rank: int, on_outage: Callable[[Outage], None]
     ) -> None:
         if self._models is None:
-            self._models = RankModels(configs, rank, keeps=False)
+            self._models = RankModels(configs, rank, self._keeps)
         try:
             async with running(one.servers, rank, self._shutdown, self._models, on_outage) as watch:
                 one.ready.set_result(watch)
-                await wait_until_cancelled()
+                await self._ends_well.wait()
         except Exception as error:
             if one.ready.done():
                 raise
             one.ready.set_exception(error)  # for later ranks, too: what these servers had leased is gone
 
-    async def close(self) -> None:
-        """Stops all servers. Returns when they have ended."""
-        tasks = [one.serving for one in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def close(self, ends_well: bool = False) -> None:
+        """Stops all servers, or keeps them after a good end. Returns when they have ended."""
+        if ends_well:
+            self._ends_well.set()
+        for one in self._running.values():
+            if not ends_well or not one.ready.done():
+                one.serving.cancel()
+        await asyncio.gather(*(one.serving for one in self._running.values()), return_exceptions=True)
         if self._models is not None:
             self._models.close()

@@ -1,12 +1,11 @@
 """``python -m datatrove_ckpt.inference.servers.llamacpp``: the process of the embedded engine.
 
-xllamacpp is one wheel without dependencies that contains llama.cpp and its OpenAI server. It runs in its own process,
-because a crash of native code must not end the runner. The API key comes from DATATROVE_CKPT_API_KEY. SIGTERM ends the
-process at once.
+xllamacpp contains llama.cpp and its OpenAI server. A crash of native code must not end the runner. The API key comes
+from DATATROVE_CKPT_API_KEY.
 
-Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params
-(``--n-batch=512 --n-gpu-layers=99``). So ``model_kwargs`` reaches all of llama.cpp, and we need no list of its fields.
-A field that is an enum takes the end of a member's name: ``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
+Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params (``--n-batch=512``):
+``model_kwargs`` reaches all of llama.cpp. A field that is an enum takes the end of a member's name:
+``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from typing import Any
 
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
 
-# llama.cpp's log levels: 2 is warnings and errors. At its default, 3, the log grows by a page per request.
+# Warnings and errors. At llama.cpp's default, 3, the log grows by a page per request.
 _WARNINGS = 2
 
-# Of xllamacpp.CommonParams, which has no type hints, hence ``Any``.
+# Of xllamacpp.CommonParams, which has no type hints.
 CommonParams = Any
 _PLAIN = (bool, int, float, str)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal arrives; the exit code."""
+    """Serves until a signal arrives; the exit code."""
     import xllamacpp
 
     params = flags_set(xllamacpp.CommonParams(), arguments)
-    # Blocks until the model is loaded; /v1/models answers 503 meanwhile.
+    # Blocks until the model is loaded.
     try:
         server = xllamacpp.Server(params)
     except RuntimeError as error:
@@ -46,11 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams:
-    """llama.cpp's settings. What is wrong with an argument ends the process with exit code 2."""
+    """llama.cpp's settings. A wrong argument ends the process with exit code 2."""
     usage = (
         "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain fields of common_params"
     )
-    # "resolve": a flag of ours has the name of a field, and ``--no-x`` may be a field and the opposite of another one.
+    # "resolve": a flag of ours has the name of a field, and ``--no-x`` may be a field, too.
     parser = argparse.ArgumentParser(
         usage=usage, argument_default=argparse.SUPPRESS, conflict_handler="resolve", allow_abbrev=False
     )
@@ -64,8 +63,10 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
         if kind is bool:
             parser.add_argument(f"--no-{flag}", dest=name, action="store_false")
     for flag, (name, kind) in fields.items():  # last, because a field called no_x is not the opposite of x
-        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": _reader(kind)}
-        parser.add_argument(f"--{flag}", dest=name, **how)
+        if kind is bool:
+            parser.add_argument(f"--{flag}", dest=name, action="store_true")
+        else:
+            parser.add_argument(f"--{flag}", dest=name, type=_reader(kind))
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
     parser.add_argument("--port", type=int, required=True)
@@ -93,8 +94,7 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
     return params
 
 
-def _reader(kind: type) -> Callable[[str], Any]:
-    """What makes a field's value of a flag's text."""
+def _reader(kind: type) -> Callable[[str], object]:
     if not issubclass(kind, Enum):
         return kind
     prefix = f"{kind.__name__.upper()}_"

@@ -1,18 +1,14 @@
 """Connects the head node of a task with its worker nodes, when several nodes serve one model together.
 
-The head node reads documents, sends requests and writes results. The workers run the engine's other parts, without an
-HTTP server (``run_worker_node``). They restart their part when the head node restarts its own, and stop when the head
-node stops. Each worker holds a TCP connection to the head node (port ``master_port + 1``): a connection closes however
-the process at its other end came to an end.
+The workers run the engine's other parts, without an HTTP server (``run_worker_node``). Each worker holds a TCP
+connection to the head node (port ``master_port + 1``), which closes however the process at its other end came to an
+end.
 
     to the workers     "start": (re)start your part of the engine;    closed: the head node has ended, or failed
     to the head node   "died": my part of the engine ended;           closed: this worker is lost
 
-A part that dies counts as a death of the server, which is then restarted on all nodes. A lost worker node ends the run,
-because nothing here can start a node again.
-
-No secret passes through these connections, but a process that can write to them can end the run. So both ends first
-prove who they are: see ``authenticate``.
+A part that dies counts as a death of the server, which is then restarted on all nodes. A lost worker node ends the run.
+A process that can write to these connections can end the run, so both ends first prove who they are.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ from datatrove_ckpt.process.shutdown import Shutdown
 _START = b"start\n"
 _DIED = b"died\n"
 _RETRY_DELAY = 0.5  # seconds
-# TCP keepalive: seconds of silence, seconds between probes, and failed probes after which a host counts as lost. A
-# host that loses power closes no connection.
+# TCP keepalive: seconds of silence, seconds between probes, and failed probes. A host that loses power closes no
+# connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -57,7 +53,7 @@ class HeadNode:
         self.on_worker_death: Callable[[str], None] = lambda cause: None
         self._port = config.master_port + 1
         self._started = False
-        self._writers: set[asyncio.StreamWriter] = set()  # to nodes of this task
+        self._writers: set[asyncio.StreamWriter] = set()
         self._handlers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._lost_node: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -75,22 +71,20 @@ class HeadNode:
     async def __aexit__(self, *error: object) -> None:
         self._lost_node.cancel()
         self._listener.close()
-        # This ends the handlers, too. Cancelling them instead would log an error (asyncio in 3.11).
+        # This ends the handlers, too. Cancelling them would log an error (asyncio in 3.11).
         for writer in self._handlers.values():
             writer.transport.abort()
         await asyncio.gather(*self._handlers)
 
     def start_workers(self) -> None:
-        """Make every worker start its part of the engine now. Workers that connect later start at once."""
+        """Makes every worker start its part of the engine now. Workers that connect later start immediately."""
         self._started = True
         for writer in self._writers:
             writer.write(_START)
 
     async def watch(self) -> None:
-        """Wait until a worker node is lost.
-
-        Raises:
-            ServerDied: names the node.
+        """Raises:
+        ServerDied: a worker node is lost.
         """
         raise ServerDied(await asyncio.shield(self._lost_node))
 
@@ -110,7 +104,6 @@ class HeadNode:
         del self._handlers[task]
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
-        """Listen to a worker until its connection closes."""
         self._writers.add(writer)
         _enable_keepalive(writer)
         if self._started:
@@ -139,7 +132,7 @@ async def follow_head(config: InferenceConfig, rank: int, nodes: Nodes, shutdown
 
 
 async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> None:
-    """Serve this node's part of the model until the head node ends.
+    """Serves this node's part of the model until the head node ends.
 
     Raises:
         ServerStartFailed: the head node has another link key than this one, or this one has none.
@@ -154,7 +147,7 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
         server = InferenceServer(config, rank, 0, lease, nodes=nodes)
         watch: asyncio.Task[None] | None = None
         try:
-            while await read_line(reader) == _START:  # (re)start
+            while await read_line(reader) == _START:
                 if watch is not None:
                     watch.cancel()
                 await server.kill()
@@ -217,12 +210,9 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-# How the nodes of one task prove to each other that they belong together, before one listens to the other.
-#
-# Both ends prove that they know the value of the environment variable DATATROVE_CKPT_LINK_KEY, by HMAC-SHA256 of a
-# random number that the other end chose. ``InferenceConfig`` makes the key where a run is submitted: sbatch and srun
-# pass the environment on to every node, and nobody but the user can read it there. A file would need a folder that
-# all nodes share, and argv and the pickled step are readable for others. A connection has a deadline for its proof.
+# The nodes of one task prove that they know DATATROVE_CKPT_LINK_KEY by HMAC-SHA256 of a random number that the other
+# end chose. ``InferenceConfig`` makes the key where a run is submitted, and sbatch and srun pass the environment on. A
+# file would need a folder that all nodes share, and others can read argv and the pickled step.
 
 
 HEAD = b"head"
@@ -248,11 +238,7 @@ def require_link_key() -> None:
 async def authenticate(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: bytes, peer: bytes
 ) -> bool | None:
-    """Whether the other end knows our key; None if it ended, or said nothing in time. It gets the same proof from us.
-
-    Args:
-        own, peer: roles of the two ends.
-    """
+    """Whether the other end knows our key; None if it ended, or proved nothing in time. It gets our proof, too."""
     challenge = secrets.token_hex(16).encode()
     try:
         async with asyncio.timeout(_PROOF_TIMEOUT):
@@ -270,14 +256,13 @@ async def authenticate(
 
 
 def _proof(role: bytes, challenge: bytes) -> bytes:
-    # The key gets no name of its own: tracebacks show the values of names.
+    # Without a name: tracebacks show the values of names.
     digest = hmac.digest(os.environ.get(LINK_KEY_VARIABLE, "").encode(), role + b" " + challenge, "sha256")
     return digest.hex().encode()
 
 
 async def read_line(reader: asyncio.StreamReader) -> bytes:
-    """One line; empty once the connection is closed."""
     try:
         return await reader.readline()
-    except (OSError, ValueError):  # ValueError: a line that is too long
+    except (OSError, ValueError):  # a line that is too long
         return b""

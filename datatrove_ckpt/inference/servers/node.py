@@ -1,17 +1,12 @@
-"""What the user's runs have on this node: a folder, descriptors that no fork keeps, and records of their servers.
+"""What the user's runs have on this node: a folder, descriptors that no fork keeps, records of servers, GPUs.
 
-The records serve to end what is left of a server whose runner and guardian were killed together, before another server
-needs its GPUs. The record of a server says who its runner and its guardian are, and which file is its log. The next
-start on the node reads the records. If neither of the two is alive, it kills the processes of the guardian's session
-whose output is the server's log. The environment would be no proof: engines that set their process title (vLLM) have
-overwritten it.
+The records serve to end what is left of a server whose runner and guardian were killed together. A record names the
+server's runner, guardian and log file. If neither process is alive, the next start on the node kills the processes of
+the guardian's session whose output is that log. The environment would be no proof: vLLM overwrites it with its process
+title.
 
-A process id can be reused, so a process is only itself together with its start time. Process ids mean nothing to
-another host or container that shares the folder, so each host name has its own records. Without /proc, as on macOS,
-nothing is recorded and nothing is killed.
-
-What is not found: processes in a session of their own, those with another output, and servers that were started with
-another TMPDIR.
+A process is only itself together with its start time, because process ids are reused. Each host or container has its
+own records in a shared folder. Without /proc (macOS) nothing is recorded and nothing is killed.
 """
 
 from __future__ import annotations
@@ -31,18 +26,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from loguru import logger
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
 
-# Seconds. A process that hangs inside a driver cannot be killed, and waiting for it would never end.
+# Seconds. A process that hangs inside a driver cannot be killed.
 _KILL_TIMEOUT = 10.0
 
 
@@ -62,9 +57,9 @@ class ServerRecord:
 
     @classmethod
     def create(cls, name: str, guardian: int, log: int) -> Self | None:
-        """The record of a server that this process has launched. ``log`` is a file descriptor.
+        """Records a server that this process has launched. ``log`` is a file descriptor.
 
-        None where there is no /proc, or the runtime folder cannot be written to: that is no reason to start no server.
+        Returns None without /proc or a runtime folder: that is no reason to start no server.
         """
         started = {process.pid: process.started for process in process_table()}
         if guardian not in started or os.getpid() not in started:
@@ -84,7 +79,7 @@ class ServerRecord:
     def read(cls, path: Path) -> Self | None:
         """None if the file holds no record."""
         try:
-            found: dict[str, Any] = json.loads(path.read_bytes())  # ``Any``: JSON
+            found: JsonObject = json.loads(path.read_bytes())
             return cls(**{**found, **{key: tuple(found[key]) for key in ("runner", "guardian", "log")}})
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -110,18 +105,14 @@ class ServerRecord:
 
 
 def kill_session(session: int, name: str) -> None:
-    """Kill what a killed guardian left behind, and wait for it: all of the session that it led.
-
-    The kernel does not reuse the number of a session that has a process, so no other process is hit.
-    """
+    """Kills what a killed guardian left behind: its session, whose number the kernel does not reuse meanwhile."""
     _kill_all(lambda process: process.session == session and process.pid != os.getpid(), name)
 
 
 def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
-    """Kill the processes of a server, and wait for them. Returns each as "process 7 (name)"."""
+    """Kills the processes of a server until none is found: a dying one may fork. Returns each as "process 7 (name)"."""
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _KILL_TIMEOUT
-    # Again until nothing is found: a dying process may still have forked.
     while ours := [process for process in process_table() if not process.zombie and is_one(process)]:
         for process in ours:
             killed[process.pid] = f"process {process.pid} ({process.name})"
@@ -138,7 +129,7 @@ def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
 
 
 def end_leftovers() -> None:
-    """End the servers on this node whose runner and guardian are dead. Other servers are not touched."""
+    """Ends the servers on this node whose runner and guardian are dead."""
     try:
         paths = sorted(_folder().glob("*.json"))
     except (OSError, ConfigError) as error:
@@ -156,7 +147,7 @@ def end_leftovers() -> None:
 
 
 def _folder() -> Path:
-    namespace = 0  # of process ids: containers may share a host name and this folder
+    namespace = 0  # containers may share a host name and this folder
     with suppress(OSError):
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     folder = runtime_folder() / "servers" / f"{socket.gethostname()}-{namespace}"
@@ -164,23 +155,21 @@ def _folder() -> Path:
     return folder
 
 
-# File descriptors that belong to this process alone: a fork of it closes its copies.
-#
-# The copy of a lifeline pipe would keep a server running that its runner stops, and the copy of a lock would keep a GPU
-# taken. Programs that this process starts get no copy in the first place, unless it is passed on (``pass_fds``).
+# File descriptors of this process alone: a fork closes its copies. A lifeline pipe's copy would keep a server running,
+# and a lock's copy a GPU taken. Programs get only what is passed on (``pass_fds``).
 
 
 _ours: set[int] = set()
 
 
-def own(descriptor: int) -> int:
-    """The descriptor, which forks of this process close from now on. Close it with ``close``."""
+def own_descriptor(descriptor: int) -> int:
+    """The descriptor, which forks close from now on. Close it with ``close_descriptor``."""
     _ours.add(descriptor)
     return descriptor
 
 
-def close(descriptor: int) -> None:
-    """Close a descriptor that this process owns. In a fork of this process: nothing, since it is closed already."""
+def close_descriptor(descriptor: int) -> None:
+    """Closes a descriptor that this process owns. A fork has closed it already."""
     if descriptor in _ours:
         _ours.discard(descriptor)
         os.close(descriptor)
@@ -194,11 +183,11 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-# The folder on this node for what the user's runs tell each other: locks on GPUs, records of servers.
+# The folder on this node for locks on GPUs and records of servers.
 
 
 def runtime_folder(part: str = "") -> Path:
-    """One folder per user, and per ``part``. Nobody else can look into it.
+    """One folder per user and ``part``, private.
 
     Raises:
         ConfigError: somebody else has made it.
@@ -211,26 +200,18 @@ def runtime_folder(part: str = "") -> Path:
     return folder
 
 
-# Leases a server its share of the node: GPUs, and its own cache folder.
+# Leases a server its share of the node.
 #
-# **GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided, tp * dp * pp for each
-# server, the first model's first. Slurm and Ray give each task its own GPUs, but LocalPipelineExecutor starts several
-# ranks that all see all of them. There, each server leases its GPUs by a file lock (flock) per GPU. Why a lock: neither
-# the environment nor the rank says which ranks run at this moment (with 8 ranks and 2 workers, ranks 3 and 5 may),
-# while a lock becomes free exactly when its holder has ended, killed or not. The server's processes inherit the lock,
-# so GPUs count as taken until the last of these processes has freed its memory. A process without visible GPUs (a CPU
-# machine) leases and divides none.
+# **GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided. Slurm and Ray give each
+# task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all of them. There, each server locks
+# its GPUs by a file lock per GPU, which becomes free exactly when its holder has ended. The server's processes inherit
+# the lock, so GPUs count as taken until the last of them has freed its memory.
 #
-# **Cores.** The llama.cpp servers of a rank together have as many threads as this process may use cores, and at least
-# one each. Threads are not pinned.
-#
-# **vLLM's cache.** vLLM keeps the results of torch.compile in ~/.cache/vllm, and servers that start together write the
-# same files there. datatrove lets the first server compile while the others wait. Here every server that runs on this
-# node has its own cache folder (the first free one, locked in the same way), and the next run finds it again. So no
-# server waits, and no two servers write to one folder. It costs disk space, and one compilation per folder.
+# **vLLM's cache.** Servers that start together write the same files of torch.compile in ~/.cache/vllm. datatrove lets
+# the others wait for the first. Here every server has its own cache folder, the first free one.
 
 
-# Seconds to wait for GPUs that others hold: the server of a rank that was killed takes up to ten to end.
+# Seconds. The server of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
 _LEASE_POLL = 0.2  # seconds
 _SILENT_WAIT = 5.0  # seconds
@@ -243,18 +224,18 @@ class GpuLease:
 
     Attributes:
         env: additions to the server's environment.
-        locks: file descriptors of the locks that hold the lease; the server inherits them.
+        locks: descriptors of the locks that hold the lease; the server inherits them.
     """
 
     env: HiddenDict = field(default_factory=HiddenDict)
     locks: list[int] = field(default_factory=list)
 
     def add_lock(self, lock: int) -> None:
-        self.locks.append(node.own(lock))
+        self.locks.append(own_descriptor(lock))
 
     def close(self) -> None:
         while self.locks:
-            node.close(self.locks.pop())
+            close_descriptor(self.locks.pop())
 
 
 async def lease_gpus(configs: Sequence[InferenceConfig], without: Collection[str] = ()) -> dict[str, list[GpuLease]]:
@@ -286,7 +267,7 @@ async def lease_gpus(configs: Sequence[InferenceConfig], without: Collection[str
 
 
 async def _share_gpus(configs: Sequence[InferenceConfig], leases: Mapping[str, list[GpuLease]]) -> None:
-    """Without locks each server has its place among the GPUs; with locks it gets those that are free, all at once."""
+    """Without locks each server has its place among the GPUs; with locks it gets free ones."""
     visible = visible_gpus()
     is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
@@ -320,7 +301,7 @@ def _too_few(configs: Sequence[InferenceConfig], needed: int, visible: Sequence[
 
 
 async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
-    """GPUs, each with the lock that holds it.
+    """GPUs, each with its lock.
 
     Raises:
         ConfigError: other ranks hold too many of them.
@@ -350,8 +331,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
     """All or nothing: two ranks that each keep a part while they wait for the rest could wait forever.
 
-    One rank at a time: two that lock at once could get every other GPU each, and GPUs that stand side by side are often
-    the ones that are linked. Or both could find too few, where one of them alone would have found enough.
+    One rank at a time: two that lock at once could get every other GPU each, or both find too few.
     """
     gate = _try_lock(folder / "claim.lock")
     if gate is None:
@@ -377,7 +357,7 @@ def _lock_folder() -> Path:
 
 
 def _try_lock(path: Path) -> int | None:
-    """The descriptor of the locked file; None if another process holds the lock."""
+    """None if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -390,7 +370,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
-    """Lock a cache folder of an engine that no other running server uses. The arguments are ``Engine.cache``."""
+    """Locks a cache folder that no other running server uses. The arguments are ``Engine.cache``."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
     root = Path(os.environ.get(variable) or default) / "datatrove-ckpt"
     try:
@@ -402,7 +382,7 @@ def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
                 lease.add_lock(lock)
                 lease.env[variable] = str(folder)
                 return
-    except OSError as error:  # a home folder without write permission, or a file system without locks
+    except OSError as error:  # no write permission, or a file system without locks
         logger.warning(
             f"{name} uses its common cache folder: {error}. Servers that start together may write to the same files."
         )

@@ -1,10 +1,6 @@
-"""The servers that one rank launches. ``connect.py`` is the way in.
+"""The servers that one rank launches, or takes over from the rank before (see ``warm.py``).
 
-With ``reuse_servers`` they may come from the rank before, and go on to the next one: see ``warm.py``.
-
-Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or wait. See
-``ServerSupervisor`` for what counts as dead and how often a server is restarted, and ``routing.py`` for which requests
-wait.
+Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or wait.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client.client import ModelServers
 from datatrove_ckpt.inference.client.routing import Death
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.node import GpuLease
 from datatrove_ckpt.inference.servers.probes import (
@@ -41,22 +38,13 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 @dataclass(eq=False, repr=False)
 class ServerPool:
-    """All servers that one rank launches or takes over.
-
-    Args:
-        model_servers: get each server as a target.
-        shutdown: of the rank; by default of nobody.
-        models: of the rank; None: only this one.
-
-    Attributes:
-        restarts: how often servers were restarted.
-    """
+    """All servers that one rank launches or takes over."""
 
     config: InferenceConfig
     rank: int
     model_servers: ModelServers
-    shutdown: Shutdown = field(default_factory=Shutdown)
-    models: RankModels | None = None
+    shutdown: Shutdown
+    models: RankModels
     supervisors: list[ServerSupervisor] = field(default_factory=list)
     _head: HeadNode | None = None
 
@@ -66,7 +54,7 @@ class ServerPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Servers run in this block. After it they may stay for the next rank, if it ends without an exception.
+        """Servers run in this block. If it ends without an exception, they may stay for the next rank.
 
         Yields a function to await: it raises ServerDied once none is left, and none may be restarted.
         """
@@ -74,8 +62,7 @@ class ServerPool:
             nodes = Nodes.from_environment()
             if nodes.count > 1:
                 self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
-            models = self.models or RankModels([self.config], self.rank, keeps=False)
-            servers, leases = await models.get(self.config)
+            servers, leases = await self.models.get(self.config)
             servers = servers or self._new_servers(leases)
             ends_well = False
             try:
@@ -95,7 +82,7 @@ class ServerPool:
                     supervision.cancel()
                     await asyncio.gather(supervision, return_exceptions=True)
             finally:
-                await self._end(servers, models if ends_well else None)
+                await self._end(servers, ends_well)
 
     async def _supervise(self) -> None:
         left = len(self.supervisors)
@@ -117,11 +104,7 @@ class ServerPool:
             raise
 
     async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
-        """Run all at once. The first error cancels the others, and is raised as it is, not in an exception group.
-
-        Raises:
-            ServerDied: a node was lost.
-        """
+        """The first error cancels the others, and is raised as it is, not in an exception group."""
         if self._head is not None:
             watch = self._head.watch()
         else:
@@ -140,22 +123,20 @@ class ServerPool:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _new_servers(self, leases: list[GpuLease]) -> list[InferenceServer]:
-        """Servers that are not started yet, each with its lease."""
         if (head := self._head) is not None:
             nodes = head.nodes
             launch = head.start_workers
             return [InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)]
         return [InferenceServer(self.config, self.rank, index, lease) for index, lease in enumerate(leases)]
 
-    async def _end(self, servers: list[InferenceServer], models: RankModels | None) -> None:
-        """``models``: what may keep them for the next rank; None: they must stop."""
+    async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
         if self.restarts:
             resent = self.model_servers.resent
             line = f"Servers were restarted {self.restarts} times, and {resent} requests were sent again."
             logger.info(self.config.said + line)
         for supervisor in self.supervisors:
             self.model_servers.router.mark_dead(supervisor.target, "the run ends")
-        if models is not None and models.keep(self.config, servers):
+        if ends_well and self.models.keep(self.config, servers):
             await asyncio.gather(*(self.model_servers.disconnect(supervisor.target) for supervisor in self.supervisors))
             return
         try:
@@ -168,7 +149,7 @@ class ServerPool:
 # All times are seconds.
 _PROBE_INTERVAL = 5.0
 _PROBE_TIMEOUT = 10.0
-_PROBES = 3  # failed probes in a row that make a server dead
+_PROBES = 3  # in a row
 _PROBE_PAUSE = 0.3
 # Beyond the time that a server has to finish its requests after a SIGTERM.
 _DRAIN_MARGIN = 5.0
@@ -183,26 +164,20 @@ _METRICS_TIMEOUT = 5.0
 class ServerSupervisor:
     """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
 
-    Each process of the server has another port and another key. The requests that were in flight at its end are sent
-    again, to the other replicas if there are any; requests that wait keep waiting. A server counts as dead when
+    The requests that were in flight at its end are sent again. A server counts as dead when
 
     - its process ends;
-    - its health address answers 5xx or refuses connections: vLLM's HTTP process may outlive its engine, and after a
-      SIGTERM it can leave open requests without an answer indefinitely. The address is probed after every failure that
-      may be the server's fault, and every few seconds while requests are in flight;
-    - it hangs: it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
+    - its health address answers 5xx or refuses connections, probed after failures that may be the server's fault, and
+      every few seconds while requests are in flight: vLLM's HTTP process may outlive its engine;
+    - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
 
-    It may be restarted ``server_max_restarts`` times within an hour, so that one crash a day does not end a run of a
-    week. A death that proves a request poisonous does not count: that request will not be sent again.
+    It may be restarted ``server_max_restarts`` times within an hour. A death that proves a request poisonous does not
+    count.
 
     Args:
-        rank: the rank that the server works for. The server may have been started for an earlier one.
+        rank: the server may have been started for an earlier one.
         index: number of the server among the rank's replicas.
-        shutdown: of the rank: after a requested stop the server is not restarted, and at its end it may be killed.
-
-    Attributes:
-        target: the server, as the client sees it.
-        restarts: how often it was restarted.
+        shutdown: of the rank: after a requested stop the server is not restarted.
     """
 
     config: InferenceConfig
@@ -235,7 +210,7 @@ class ServerSupervisor:
             await self.server.start()
             self._tell("ready")
         self._death_cause = asyncio.get_running_loop().create_future()
-        self.model_servers.mark_up(self.target, self.server.url, self.server.api_key)
+        self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
 
     def _tell(self, what: str, why: str = "") -> None:
         url = self.server.url if what in ("ready", "reused") else None
@@ -244,14 +219,12 @@ class ServerSupervisor:
     async def stop(self) -> None:
         await self.model_servers.disconnect(self.target)
         with self.shutdown.closing():
-            is_late = self.shutdown.is_fast or self.shutdown.late  # no time is left for it to stop by itself
+            is_late = self.shutdown.is_fast or self.shutdown.late  # it has no time to stop by itself
             await (self.server.kill() if is_late else self.server.stop())
 
     async def supervise(self) -> NoReturn:
-        """Restart the server whenever it dies.
-
-        Raises:
-            ServerDied: it may not be restarted again.
+        """Raises:
+        ServerDied: the server may not be restarted again.
         """
         while True:
             cause = await self._until_death()
@@ -266,7 +239,7 @@ class ServerSupervisor:
             await self._restart(cause)
 
     async def _until_death(self) -> str:
-        """Watch the server until it is dead; the cause."""
+        """Watches the server until it is dead; the cause."""
         self._watching = True
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
         if self.config.max_concurrent_generations == "auto":
@@ -278,7 +251,7 @@ class ServerSupervisor:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    task.result()  # raises only if a watcher has a bug; otherwise the cause is set
+                    task.result()  # raises only if a watcher has a bug
             cause = await self._death_cause
         finally:
             started = [*tasks, *([self._probing] if self._probing else [])]
@@ -311,16 +284,14 @@ class ServerSupervisor:
                 return
 
     def _next_backoff(self, cause: str) -> float:
-        """Seconds to wait before the next restart.
-
-        Raises:
-            ServerDied: there were too many restarts within the window.
+        """Raises:
+        ServerDied: there were too many restarts within the window.
         """
         now = time.monotonic()
         allowed = self.config.server_max_restarts
         while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
             self._recent_restarts.popleft()
-        if self._death.attributed:  # to a request, which is a dead letter now: no sign that the next start will fail
+        if self._death.attributed:  # no sign that the next start will fail: the request is a dead letter now
             self._death = Death("")
             return retrying.RESTART.first
         if len(self._recent_restarts) >= allowed:
@@ -330,8 +301,6 @@ class ServerSupervisor:
             )
         self._recent_restarts.append(now)
         return retrying.RESTART.wait(len(self._recent_restarts))
-
-    # the watchers -----------------------------------------------------------------------------------------------
 
     async def _watch_process(self) -> None:
         try:
@@ -353,15 +322,7 @@ class ServerSupervisor:
             tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
 
     async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
-        """Mark the server dead if it hangs.
-
-        Args:
-            tokens: the result of the last check.
-            seconds: the engine's metrics may take.
-
-        Returns:
-            The tokens that the engine has counted; None if it has no metrics or no requests.
-        """
+        """Marks the server dead if it hangs. Returns the tokens that it has counted; None without metrics or requests."""
         if self.target.attempts:
             metrics = await self._metrics(seconds)
         else:
@@ -383,17 +344,15 @@ class ServerSupervisor:
         server = self.server
         return await read_metrics(server.url, server.headers, self.config.engine, seconds)
 
-    # health probes -----------------------------------------------------------------------------------------------
-
     async def probe(self, since: float, until_proof: bool) -> None:
         """Returns once the server is known to be alive. If it is dead, the attempts that wait here are aborted.
 
-        A vLLM that received SIGTERM finishes its requests, answers 500 to all new ones, and reports itself healthy. So
-        the proof of a healthy server is an answer to an attempt that started after ``since``. Without one, the server
-        counts as alive if its process still runs after the time that a SIGTERM leaves it to finish its requests.
+        A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the proof of health is
+        an answer to an attempt that started after ``since``. Without one, the server counts as alive if it still runs
+        after the time that a SIGTERM leaves it.
 
         Args:
-            since: when the attempt started whose failure is the reason for the probe.
+            since: when the failed attempt started.
             until_proof: wait for that proof.
         """
         if not self._watching or self._death_cause.done():
@@ -404,10 +363,10 @@ class ServerSupervisor:
         self._probed_since = max(self._probed_since, since)
         await asyncio.wait([self._probing])
         if self.shutdown.is_stopping:
-            return  # nothing is sent again, so it does not matter whether the server accepts new requests
+            return  # nothing is sent again
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_PROBE_PAUSE)  # rare; with an event, each answer would have to look for waiters
+            await asyncio.sleep(_PROBE_PAUSE)  # rare; with an event, each answer would look for waiters
 
     async def _run_probes(self) -> None:
         problem: str | None = None
@@ -418,7 +377,7 @@ class ServerSupervisor:
             problem = await request_health(server.url, server.headers, self.config.engine, _PROBE_TIMEOUT)
             if problem is None:
                 return
-        # A server that is too busy to answer in time is not dead. It is only if it answered no request either, since
-        # the youngest of the failed attempts started.
+        # A server that is too busy to answer a probe is dead only if it has answered no request either, since the
+        # youngest of the failed attempts started.
         if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
             self.mark_dead(f"is dead, although its process is running: its health address {problem}")

@@ -1,4 +1,4 @@
-"""What a running server says: whether it is well, what its load is, and how many requests it may get then."""
+"""A running server's health and load, and how many requests it may get."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ NO_ANSWER = "does not answer"
 
 
 async def answers(url: str, headers: HiddenDict, seconds: float) -> bool:
-    """Whether the URL answers 200 within ``seconds``."""
     try:
         return (await get(HiddenUrl(url), headers, seconds)).status == 200
     except ExchangeFailed:
@@ -32,11 +31,9 @@ async def answers(url: str, headers: HiddenDict, seconds: float) -> bool:
 
 
 async def request_health(url: str, headers: HiddenDict, engine: Engine, seconds: float) -> str | None:
-    """None if the server at this base URL reports itself healthy, else what is wrong."""
-    # An unknown server need not have /health. It has /v1/models, otherwise it would not have become ready.
-    path = "health" if engine.is_known else "v1/models"
+    """None if the server reports itself healthy, else what is wrong."""
     try:
-        status = (await get(HiddenUrl(f"{url}/{path}"), headers, seconds)).status
+        status = (await get(HiddenUrl(f"{url}/{engine.health_path}"), headers, seconds)).status
     except ExchangeFailed as error:
         if error.kind == "TimeoutError":
             return NO_ANSWER
@@ -48,7 +45,7 @@ async def request_health(url: str, headers: HiddenDict, engine: Engine, seconds:
     return None
 
 
-# Reads an engine's /metrics (Prometheus text format): running, waiting and preempted requests, tokens.
+# An engine's /metrics, in Prometheus text format.
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Metrics:
     Attributes:
         running, waiting: requests.
         tokens: generated and processed since its start.
-        preemptions: requests that lost their place in the KV cache since its start, and waited again.
+        preemptions: requests that lost their place in the KV cache since its start.
     """
 
     running: float
@@ -68,7 +65,6 @@ class Metrics:
 
 
 def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
-    """None if the text contains none of the engine's metrics."""
     running, waiting, preemptions, tokens = names
     found: dict[str, float] = {}
     for line in text.splitlines():
@@ -86,7 +82,7 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
 
 
 async def read_metrics(url: str, headers: HiddenDict, engine: Engine, seconds: float) -> Metrics | None:
-    """None if the engine has no metrics, or does not answer within ``seconds``."""
+    """None if the engine has no metrics, or does not answer in time."""
     if engine.metrics is None:
         return None
     try:
@@ -98,10 +94,10 @@ async def read_metrics(url: str, headers: HiddenDict, engine: Engine, seconds: f
         return None
 
 
-_LEAST_TARGET = FIRST_LIMIT // 2  # so that no more than twice the target wait, even if the engine runs one at a time
+_LEAST_TARGET = FIRST_LIMIT // 2  # no more than twice the target wait, even if the engine runs one at a time
 _RUNNING_PER_WAITING = 8
 _USUAL_SAMPLES = 5
-# Requests per sample: one in 2.5 seconds, and faster with each sample without a preemption, twice as fast after 9 s.
+# Requests per sample: one in 2.5 seconds, twice as many after 9 s without a preemption.
 _GROWTH_AFTER_PREEMPTION = 0.1
 _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
@@ -114,28 +110,21 @@ _WAIT_FOR_METRICS_SECONDS = 30.0
 class Admission:
     """How many requests may be in flight at an engine, under ``max_concurrent_generations: auto``.
 
-    An engine is busiest when a few requests always wait in its own queue: when one that runs ends, the next one is
-    there. More than a few only add to what a dead server loses. So the limit follows the engine's metrics. The requests
-    in flight are those that run, those that wait, and those on the way (their text is being tokenized, or their answer
-    is being read). No setting has to know how many can run.
+    An engine is busiest when a few requests always wait in its own queue; more only add to what a dead server loses. So
+    the limit follows the engine's metrics.
 
-    Four facts shape the rule:
-
-    - All that is on the way may reach the queue at once. So only as much as is always on the way counts as normal, and
-      the limit grows by at most ``target`` per sample: the queue stays below twice the target while the limit grows.
-    - vLLM's numbers are those of its last step. A sample that shows no work since the one before it changes nothing.
-    - With an empty queue the limit never falls: if the engine answers faster than we send, what is missing is on the
-      way.
-    - An engine that runs more than its KV cache can hold preempts requests: they lose their place and their work, and
-      wait again. If requests always waited, it would do so all the time. So after a preemption the limit is what runs,
-      and grows slowly from there. In the simulation of ``tests/unit/test_admission.py`` this wins up to a fifth of the
-      throughput if prompts are expensive. What was sent cannot be taken back: while the texts of running requests
-      outgrow the cache, the queue can be longer than twice the target.
+    - All that is on the way to the queue, or back, may reach the queue at once. So only as much as is always on the way
+      counts as normal, and the limit grows by at most ``target`` per sample: the queue stays below twice the target.
+    - vLLM's numbers are those of its last step. A sample that equals the one before changes nothing.
+    - With an empty queue the limit never falls: what is missing is on the way.
+    - An engine that runs more than its KV cache can hold preempts requests, which lose their work and wait again. So
+      after a preemption the limit is what runs, and grows slowly from there: up to a fifth more throughput in
+      ``tests/unit/test_admission.py`` if prompts are expensive.
 
     Attributes:
         limit: requests that may be in flight.
-        target: requests that should wait in the engine: at least 8, at least an eighth of those that run, and at least
-            as many as are always on the way.
+        target: requests that should wait in the engine: at least 8, an eighth of those that run, and as many as are
+            always on the way.
     """
 
     def __init__(self) -> None:
@@ -143,16 +132,10 @@ class Admission:
         self.target = _LEAST_TARGET
         self._last: Metrics | None = None
         self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
-        self._growth = math.inf  # at most so many requests more per sample
+        self._growth = math.inf  # requests more per sample
         self._exact = float(FIRST_LIMIT)  # the limit with its fraction
 
     def update(self, metrics: Metrics, in_flight: int) -> None:
-        """Adapt the limit.
-
-        Args:
-            metrics: of the engine, now.
-            in_flight: requests in flight at it, as the client counts them.
-        """
         last = self._last
         self._last = metrics
         if metrics == last:
@@ -180,13 +163,12 @@ class Admission:
 async def adapt_admission(
     name: str, target: Target, router: Router, read: Callable[[float], Awaitable[Metrics | None]], admission: Admission
 ) -> NoReturn:
-    """Adapt the target's limit to its engine until cancelled.
+    """Adapts the target's limit to its engine until cancelled.
 
-    Without metrics (vLLM's ``disable-log-stats``) it gives up, says so, and sends datatrove's default number.
+    Without metrics (vLLM's ``disable-log-stats``) it takes datatrove's default number.
 
     Args:
-        name: of the server, for the log.
-        read: gives the engine's metrics; takes the seconds that they may take.
+        read: gives the engine's metrics within so many seconds.
         admission: new for each process of the server.
     """
     started = time.monotonic()

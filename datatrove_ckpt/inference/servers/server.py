@@ -1,11 +1,10 @@
 """InferenceServer: one server that this process launches.
 
-Every engine is launched the same way: on 127.0.0.1, on a free port, with a fresh API key in its environment, with its
-output appended to a log file, and under a guardian (see ``guardian.py``), so that it ends with its runner, however the
-runner ends. The server is ready when its process is running and GET /v1/models answers 200.
+Every engine is launched on 127.0.0.1, on a free port, with a fresh API key in its environment, with its output appended
+to a log file, and under a guardian (see ``guardian.py``). It is ready when GET /v1/models answers 200.
 
-A server can be started again after ``stop``. It then has another port and another key, so read ``url`` and ``api_key``
-again. It belongs to no event loop: a rank can pass it on to the next one of its process (see ``warm.py``).
+A server can be started again after ``stop``, with another port and another key. It belongs to no event loop: a rank can
+pass it on to the next one of its process (see ``warm.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from loguru import logger
 
@@ -46,18 +45,23 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.servers import guardian, node
-from datatrove_ckpt.inference.servers.node import GpuLease, ServerRecord, kill_session
+from datatrove_ckpt.inference.servers import guardian
+from datatrove_ckpt.inference.servers.node import (
+    GpuLease,
+    ServerRecord,
+    close_descriptor,
+    kill_session,
+    own_descriptor,
+)
 from datatrove_ckpt.inference.servers.probes import answers, request_health
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
-# Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it, and until
-# then the kernel must give this port to no outgoing connection.
+# Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it.
 _PORTS = range(10_000, 32_768)
 _PORT_TRIES = 100
 _PROBE_TIMEOUT = 5.0  # seconds
-_HEALTH_TRIES = 3  # before a running server of an earlier rank is given up
+_HEALTH_TRIES = 3  # of a running server of an earlier rank
 
 
 class _StartAttemptFailed(Exception):
@@ -71,16 +75,14 @@ class InferenceServer:
     """A server that this process launches.
 
     Args:
-        config: which engine, which model, how long to wait.
-        rank, replica: appear in the name of the log file. With a later rank, they are those of the last start.
-        lease: what the server may use of the node.
+        rank, replica: appear in the name of the log file.
         nodes: the nodes that serve the model together, this one among them.
-        on_launch: called at each launch, so that the other nodes launch their parts, too.
+        on_launch: called at each launch: the other nodes launch their parts, too.
 
     Attributes:
         url: without /v1; empty while the server is not started.
         started_by: the rank that launched the running process.
-        restarted_at: when it was restarted (``time.monotonic``), for all ranks that it has served.
+        restarted_at: when it was restarted (``time.monotonic``), for all ranks.
     """
 
     config: InferenceConfig
@@ -113,13 +115,13 @@ class InferenceServer:
 
     @property
     def headers(self) -> HiddenDict:
-        """The HTTP header with the key; empty if there is none. A session that holds it would show it to tracebacks."""
+        """A session that held the header would show it to tracebacks."""
         if self.api_key:
             return self.api_key.headers()
         return HiddenDict()
 
     async def take_over(self, config: InferenceConfig, rank: int) -> bool:
-        """Let a server that an earlier rank started serve this one.
+        """Lets a server that an earlier rank started serve this one.
 
         Args:
             config: may differ from the earlier rank's in what is no part of the server's command.
@@ -147,7 +149,7 @@ class InferenceServer:
         return True
 
     async def _lasting_problem(self) -> str | None:
-        """None if the server is well, else what is wrong. On a busy machine one probe may fail."""
+        """What is wrong with the server, if anything. On a busy machine one probe may fail."""
         problem: str | None = None
         for number in range(_HEALTH_TRIES):
             if not self.is_running:
@@ -172,24 +174,22 @@ class InferenceServer:
                 await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def _start_once(self) -> None:
-        """One launch.
-
-        Raises:
-            _StartAttemptFailed: the server ended, or did not become ready. No process of it is left.
+        """Raises:
+        _StartAttemptFailed: the server ended, or did not become ready. No process of it is left.
         """
         await self.stop()
         try:
             await self.launch()
             await self._wait_until_ready()
         except BaseException:
-            await self.stop()  # cancelled or failed: in both cases no process and no file may stay
+            await self.stop()  # no process and no file may stay
             raise
 
     async def launch(self) -> None:
-        """Create the process, without waiting until it is ready as ``start`` does."""
+        """Creates the process, without waiting until it is ready."""
         port = free_port()
         key = Key(secrets.token_urlsafe(32))
-        # In a thread: it looks for files and packages, which may be on a slow shared disk.
+        # It looks for files and packages, which may be on a slow shared disk.
         self._command = await asyncio.to_thread(self.config.engine.launch, self.config, port, key, self.nodes)
         self.api_key = key if self._command.takes_key else None
         self.url = f"http://{HOST}:{port}"
@@ -212,18 +212,17 @@ class InferenceServer:
         except OSError as error:
             if is_caused_by_limit(error):
                 raise limit_reached("No process could be created") from None
-            # Without its cause: the frames of that error hold the environment, and tracebacks show it.
+            # Without its cause: the frames of that error hold the environment.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
 
     def _environment(self) -> HiddenDict:
-        """The server's environment: ours without the keys of nodes and mirrors, which no server needs."""
+        """Ours without the keys of nodes and mirrors, which no server needs."""
         ours = HiddenDict({**os.environ, **self.lease.env, **self._command.env})
         for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
             ours.pop(key, None)
         return ours
 
     def _open_log(self) -> int:
-        """A file descriptor that appends to the server's log."""
         if self.config.server_log_folder is None:
             descriptor, name = tempfile.mkstemp(prefix=f"server_{self.name}_", suffix=".log")
             os.close(descriptor)
@@ -244,7 +243,7 @@ class InferenceServer:
         exit_code = asyncio.create_task(self._process.wait())
         answer = asyncio.create_task(self._wait_until_answering())
         try:
-            # Whichever is first decides: after a crash there is no wait for the rest of the window.
+            # After a crash there is no wait for the rest of the window.
             await wait_for_first((exit_code, answer), window, partial(self._starting_line, window))
             seconds = time.monotonic() - started_at
             if exit_code.done():
@@ -274,7 +273,6 @@ class InferenceServer:
             await asyncio.sleep(min(longest, retrying.READY.wait(failures)))
 
     def _log(self) -> str:
-        """The end of what the process has written, without secrets."""
         redact = Redactor(*self.headers.values())
         if self._log_path is not None:
             return redact(read_log(self._log_path, self._log_start))
@@ -288,7 +286,6 @@ class InferenceServer:
         return report(said, self._command.argv, self._log_path, log, cause), cause
 
     async def report(self, what: str) -> str:
-        """``what`` is wrong with the server, with its command and the end of its log."""
         return (await self._explained(what))[0]
 
     async def watch(self) -> NoReturn:
@@ -297,10 +294,10 @@ class InferenceServer:
             code = await process.wait()
             if process.lifeline is not None:
                 raise ServerDied((await self._explained(f"died with exit code {code}", code))[0])
-        await wait_until_cancelled()  # stopped on purpose: there is nothing to report
+        await wait_until_cancelled()
 
     async def kill(self) -> None:
-        """Stop the server at once, by SIGKILL: it hangs, or its answers are no longer needed."""
+        """Stops the server by SIGKILL."""
         if self._process is not None:
             self._process.request_kill()
         await self.stop()
@@ -311,7 +308,7 @@ class InferenceServer:
         self._forget()
 
     def stop_blocking(self) -> None:
-        """The same without an event loop. Call ``request_stop`` of several servers first: then they stop together."""
+        """``stop`` without an event loop. After ``request_stop`` of several servers, they stop together."""
         self.request_stop()
         self._wait_until_stopped()
         self._forget()
@@ -319,11 +316,11 @@ class InferenceServer:
     def _wait_until_stopped(self) -> None:
         if self._process is None or self._process.wait_until_stopped() >= 0:
             return
-        # The guardian itself was killed (it reports its server's signal n as 128 + n): do its work.
+        # The guardian itself was killed (it reports its server's signal n as 128 + n).
         kill_session(self._process.pid, self.name)
 
     def request_stop(self) -> None:
-        """Begin to stop, also if nobody waits for it. ``stop`` or ``stop_blocking`` should follow."""
+        """``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
 
@@ -342,12 +339,12 @@ class InferenceServer:
 def free_port() -> int:
     """A port of 127.0.0.1 that no process listens on now.
 
-    Chosen by ``secrets``: users seed ``random``, and then all ranks of a node would choose the same ports.
+    Chosen by ``secrets``: users seed ``random``, and all ranks of a node would choose the same ports.
     """
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_PORTS)
         with socket.socket() as probe:
-            # Without it a port whose last connections are in TIME_WAIT would look taken. Servers set it, too.
+            # Ports whose last connections are in TIME_WAIT are free for servers, too.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, port))
@@ -360,20 +357,19 @@ def free_port() -> int:
     )
 
 
-# A server that loads its model for minutes says so: silence looks like a hang, and its log shows what it does.
+# Silence during minutes of loading looks like a hang.
 
 
 _SAY_EVERY = 30.0  # seconds
 
 
 async def wait_for_first(
-    tasks: tuple[asyncio.Task[Any], ...], window: float, line: Callable[[float], str], every: float = _SAY_EVERY
+    tasks: tuple[asyncio.Task[object], ...], window: float, line: Callable[[float], str], every: float = _SAY_EVERY
 ) -> None:
     """Returns when a task is done, or after ``window`` seconds. Until then it logs a line at each interval.
 
     Args:
         line: makes it from the seconds so far. Called in a thread.
-        every: seconds.
     """
     started = time.monotonic()
     while True:
@@ -388,7 +384,7 @@ async def wait_for_first(
 
 
 def starting_line(name: str, waited: float, window: float, path: Path | None, log: str) -> str:
-    """What a server says while it starts. ``log``: what it has written to the file."""
+    """``log``: what the server has written to the file."""
     last = last_line(log)
     if last:
         said = f"The last line of its log ({path}): {last}"
@@ -398,25 +394,21 @@ def starting_line(name: str, waited: float, window: float, path: Path | None, lo
 
 
 _POLL = 0.05  # seconds
-# Seconds a guardian gets beyond the server's own stop timeout: it needs at most ten to kill the remaining processes.
+# Seconds beyond the server's own stop timeout: it needs at most ten to kill the remaining processes.
 _GUARDIAN_MARGIN = 12.0
 
 
 class GuardedProcess:
-    """A server's process below its guardian, as the runner sees it. Starts the guardian, which starts the server.
-
-    It belongs to no event loop, so a rank can pass it on to the next one, which has another loop.
+    """A server's process below its guardian, as the runner sees it. It belongs to no event loop.
 
     Args:
-        argv: the server's command line.
-        env: the server's whole environment.
         log: a file descriptor for the output of both.
         locks: file descriptors that the server inherits.
         stop_timeout: seconds between SIGTERM and SIGKILL.
 
     Attributes:
         pid: the guardian's.
-        lifeline: the end of a pipe that keeps the server running; None: it was asked to stop.
+        lifeline: the end of a pipe that keeps the server running; None: asked to stop.
 
     Raises:
         OSError: no process could be created.
@@ -427,8 +419,8 @@ class GuardedProcess:
     ) -> None:
         self._stop_timeout = stop_timeout
         lifeline_end, lifeline = os.pipe()
-        # The guardian stops the server when this end closes. The kernel closes it even if this process is killed.
-        self.lifeline: int | None = node.own(lifeline)
+        # The guardian stops the server when this end closes: the kernel closes it even if this process is killed.
+        self.lifeline: int | None = own_descriptor(lifeline)
         guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
         try:
             self._process = subprocess.Popen(
@@ -438,7 +430,7 @@ class GuardedProcess:
                 stderr=log,
                 env=env,
                 pass_fds=locks,
-                start_new_session=True,  # Ctrl-C in the terminal is for the runner
+                start_new_session=True,  # Ctrl-C is for the runner
             )
         except BaseException:
             self.request_stop()
@@ -449,30 +441,28 @@ class GuardedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The guardian's exit code: the server's, 128 + n if signal n ended it. -n: signal n ended the guardian."""
+        """The server's exit code, 128 + n if signal n ended it. -n: signal n ended the guardian."""
         return self._process.poll()
 
     async def wait(self) -> int:
-        """The exit code, once the process has ended. Several tasks may wait."""
+        """Several tasks may wait."""
         while (code := self._process.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(_POLL)  # an event would belong to one loop
         return code
 
     def request_stop(self) -> None:
-        """Let the guardian stop the server: SIGTERM, and SIGKILL for what is left after the timeout."""
+        """SIGTERM, and SIGKILL for what is left after the timeout."""
         if self.lifeline is not None:
-            node.close(self.lifeline)
+            close_descriptor(self.lifeline)
             self.lifeline = None
 
     def request_kill(self) -> None:
-        """Let the guardian stop the server at once, by SIGKILL."""
         if self.lifeline is not None:
-            with contextlib.suppress(BrokenPipeError):  # the guardian has ended already
+            with contextlib.suppress(BrokenPipeError):  # the guardian has ended
                 os.write(self.lifeline, guardian.KILL_NOW)
         self.request_stop()
 
     def wait_until_stopped(self) -> int:
-        """The exit code. Only after one of the two requests. Blocks."""
         try:
             return self._process.wait(self._stop_timeout + _GUARDIAN_MARGIN)
         except subprocess.TimeoutExpired:
@@ -480,14 +470,12 @@ class GuardedProcess:
             return self._process.wait()
 
 
-# Finds out why a server did not start, from its exit code and the end of its log.
-#
-# Engines bury the cause under pages of traceback, and each wrong guess costs another start-up on a GPU node. Each known
-# cause has an explanation, what to do, and whether another attempt can succeed.
+# Why a server did not start. Engines bury the cause under pages of traceback, and each wrong guess costs another
+# start-up on a GPU node.
 
 
 LOG_TAIL_LINES = 20
-# Bytes at the end of the log that are searched for a cause. vLLM prints it well before its last traceback.
+# At the end of the log. vLLM prints the cause well before its last traceback.
 _SEARCHED_BYTES = 256 * 1024
 _FLAG = re.compile(r"--([\w-]+)(=|$)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -524,12 +512,11 @@ _COMMON = (
     (TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
     (GPU_FULL, r"cuda out of memory|outofmemoryerror"),
 )
-# Of all engines, because a script of the user's may start any of them.
+# Of all engines: a script of the user's may start any.
 _CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
 
 
 def find_cause(exit_code: int | None, log: str) -> Cause | None:
-    """The cause, if the log or the exit code shows a known one."""
     if exit_code == _EXIT_NOT_FOUND:
         return Cause("The command was not found, or is not executable.", permanent=True)
     if missing := _MODULE.search(log):
@@ -548,7 +535,7 @@ def find_cause(exit_code: int | None, log: str) -> Cause | None:
 
 
 def read_log(path: Path, start: int) -> str:
-    """The end of what was written to the log since byte ``start``; empty if there is no log."""
+    """What was written to the log since byte ``start``, or its end; empty if there is no log."""
     try:
         with path.open("rb") as log:
             size = log.seek(0, 2)
@@ -559,7 +546,7 @@ def read_log(path: Path, start: int) -> str:
 
 
 def last_line(log: str) -> str:
-    """The last line that says something, made fit for a terminal; of a progress bar its last state. "" if none does."""
+    """The last line that says something, fit for a terminal; of a progress bar its last state."""
     for line in reversed(log.replace("\r", "\n").split("\n")):
         shown = "".join(part if part.isprintable() else " " for part in _ESCAPE.sub("", line)).strip()
         if shown:
@@ -570,7 +557,6 @@ def last_line(log: str) -> str:
 
 
 def report(what: str, argv: tuple[str, ...], log_path: Path | None, log: str, cause: Cause | None = None) -> str:
-    """An error message: what happened, why, which command, and the last lines of its log."""
     lines = [what]
     if cause is not None:
         lines.append(f"Cause: {cause.text}")

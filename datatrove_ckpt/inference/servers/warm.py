@@ -1,7 +1,7 @@
 """Warm servers: the servers of a rank that ended well, kept for the next rank of this process (``reuse_servers``).
 
-For processes that run their ranks in turn: datatrove's executors, Jobs, and pipelines with several runners. Ranks that
-overlap share a ``ServerHost``. A model is then loaded once per process, however many ranks the process works through:
+For processes that run their ranks in turn: datatrove's executors, Jobs, and pipelines with several runners. Each rank
+has an event loop and a ``ServerHost`` of its own then, and only servers pass over:
 
     a rank's end                    its servers become warm (``RankModels.keep``), if the rank succeeds (``one_rank``)
     the next rank needs a server    it gets the warm ones (``take``) if its own would have the same settings, and asks
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from datatrove_ckpt.inference.servers.server import InferenceServer
 
 
-_PORT = 1  # any: only the same one for all
+_PORT = 1  # any, but one for all
 _NOT_FOR_SERVERS = {LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE}
 
 
 @dataclass
 class ServerSet:
-    """The servers of one model. ``model``: its name, if the rank has several. ``settings``: see ``server_settings``."""
+    """The servers of one model. ``settings``: see ``server_settings``."""
 
     settings: str
     rank: int
@@ -61,16 +61,14 @@ class ServerSet:
 
 
 class _State:
-    """What this process keeps."""
-
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal handler may close the servers while its thread holds the lock
-        self.warm: dict[str, ServerSet] = {}  # by the names of the models
+        self.warm: dict[str, ServerSet] = {}
         self.ends_with_process = False
 
 
 _state = _State()
-_of_parents: list[_State] = []  # kept, because a process object that is collected complains that its process runs
+_of_parents: list[_State] = []  # a process object that is collected complains that its process runs
 
 
 def _forget() -> None:
@@ -82,8 +80,8 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> str:
-    """Hashes everything that the servers of a rank depend on, but the content of files: command, environment, place.
+def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
+    """Hashes everything that the servers of a rank depend on, but the content of files.
 
     Args:
         gpus: how many each model before this one needs; they are divided in this order.
@@ -106,7 +104,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int] = ()) -> str:
 
 
 def _keep(servers: ServerSet) -> bool:
-    """Makes these servers warm. False if that cannot be: then the caller must stop them."""
+    """False if the servers cannot be kept: then the caller must stop them."""
     with _state.lock:
         if servers.model in _state.warm or not any(server.is_running for server in servers.servers):
             return False
@@ -114,7 +112,7 @@ def _keep(servers: ServerSet) -> bool:
         if not _state.ends_with_process:
             _state.ends_with_process = True
             atexit.register(close_warm_servers)
-            # Processes that multiprocessing starts end without atexit, and run its own finalizers.
+            # Processes of multiprocessing end without atexit.
             for name in ("multiprocessing", "multiprocess"):
                 module = sys.modules.get(name)
                 util = sys.modules.get(f"{name}.util")
@@ -125,7 +123,7 @@ def _keep(servers: ServerSet) -> bool:
 
 @contextmanager
 def one_rank(shutdown: Shutdown) -> Iterator[None]:
-    """Around the whole run of a rank. Warm servers are stopped if it failed or was asked to stop."""
+    """A failure or a stop of the rank ends warm servers."""
     try:
         yield
     except BaseException:
@@ -136,16 +134,15 @@ def one_rank(shutdown: Shutdown) -> Iterator[None]:
 
 
 def close_warm_servers() -> None:
-    """Stop the servers that this process keeps for its next rank. Returns when they have ended.
+    """Stops the servers that this process keeps for its next rank. Returns when they have ended.
 
     A process that ends by ``os._exit`` should call it first, and one that has other work to do once its ranks are done.
-    May be called at any time, and by any thread.
+    Any thread may call it at any time.
     """
     _stop(_take_all().values())
 
 
 def _stop(sets: Collection[ServerSet]) -> None:
-    """Stop all of these servers at once. Returns when they have ended."""
     servers = [server for one in sets for server in one.servers]
     for server in servers:
         server.request_stop()
@@ -164,12 +161,12 @@ def _take_all() -> dict[str, ServerSet]:
 class RankModels:
     """What the models of a rank get of the node: the servers of the rank before, or leases for new ones.
 
-    It is found for all models at once, by the one that comes first. Two ranks that each lease GPUs for one model while
-    they wait for the other's could wait for each other.
+    Found for all models at once: two ranks that each lease GPUs for one model while they wait for the other's could
+    wait for each other.
 
     Args:
         configs: of all models of the rank, in their order.
-        keeps: the servers may be those of the rank before, and go on to the next one.
+        keeps: servers may come from the rank before, and pass on to the next one.
     """
 
     def __init__(self, configs: Sequence[InferenceConfig], rank: int, keeps: bool) -> None:
@@ -182,7 +179,7 @@ class RankModels:
         self._leases: dict[str, list[GpuLease]] | None = None
 
     async def get(self, config: InferenceConfig) -> tuple[list[InferenceServer], list[GpuLease]]:
-        """Servers of the rank before, or a lease for each new one. They belong to the caller from now on.
+        """Servers of the rank before, or a lease for each new one. They belong to the caller.
 
         Raises:
             ConfigError, ServerStartFailed: see ``lease_gpus`` and ``Engine.launch``.
@@ -194,12 +191,12 @@ class RankModels:
         return warm.servers if warm else [], self._leases.pop(config.name, [])
 
     def keep(self, config: InferenceConfig, servers: list[InferenceServer]) -> bool:
-        """Keeps servers for the next rank. False if that cannot be: then the caller must stop them."""
+        """See ``_keep``."""
         settings = self._settings[config.name]
         return settings is not None and _keep(ServerSet(settings, self._rank, servers, config.name))
 
     def close(self) -> None:
-        """Gives back what no model came for. Servers of an earlier rank are stopped with the warm ones."""
+        """Gives back what no model came for."""
         for servers in self._warm.values():
             if not _keep(servers):
                 _stop([servers])
@@ -216,7 +213,7 @@ class RankModels:
                 continue
             others.append(warm)
             logger.info(f"Rank {self._rank} needs other servers than {warm}, which is stopped.")
-        await asyncio.to_thread(_stop, others)  # they may hold GPUs
+        await asyncio.to_thread(_stop, others)
         return await lease_gpus(self._configs, self._warm)
 
     def _settings_of(self, config: InferenceConfig) -> str | None:

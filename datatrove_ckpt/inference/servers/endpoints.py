@@ -1,0 +1,188 @@
+"""Servers that run already: nothing to launch or stop, only a check that they answer before the first request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import orjson
+from loguru import logger
+
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.redaction import HiddenDict
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
+from datatrove_ckpt.errors.doors import written
+from datatrove_ckpt.inference.client.client import Outage
+from datatrove_ckpt.inference.client.plain import Response
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
+from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
+
+_PROBE_TIMEOUT = 10.0  # seconds
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+class ExternalServers:
+    """The endpoints of ``config.endpoint_urls``, which all take the same key.
+
+    Args:
+        config: of its ready window, at most ``server_patience_seconds`` count.
+
+    Attributes:
+        outage: since when ``start`` has had no answer.
+
+    Raises:
+        ConfigError: an endpoint_url is not a URL, or the key is not set.
+    """
+
+    def __init__(self, config: InferenceConfig) -> None:
+        self.config = config
+        self.outage = Outage(ready_window(config), time.monotonic, config.name)
+        self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
+        self.api_key = config.endpoint_api_key()
+        if self.api_key is None:
+            self._headers = None
+        else:
+            self._headers = self.api_key.headers()
+
+    async def ask(self) -> list[EndpointAnswer]:
+        """Asks each endpoint once which models it serves."""
+        proxied = needs_proxy(self.urls)
+        return list(await asyncio.gather(*(_ask(url, self._headers, proxied) for url in self.urls)))
+
+    async def start(self) -> None:
+        """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
+
+        Every status except 401, 403 and those that may pass (429, 5xx) counts as an answer: some gateways do not list
+        models. An endpoint gets no requests while it is not known whether its API is below /v1.
+
+        Raises:
+            ServerRefused: a server answered 401 or 403.
+            ServerStartFailed: no server answered in time.
+        """
+        window = self.outage.patience
+        started = time.monotonic()
+        failures = 0
+        while True:
+            answers = await self.ask()
+            causes = self._causes(answers)
+            if len(causes) < len(answers):
+                self.outage.answered()
+                if causes:
+                    logger.warning(
+                        f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not answer: "
+                        f"{'; '.join(causes)}. Those whose path has no version get no requests: their API may be there "
+                        "or below /v1."
+                    )
+                self.urls = [answer.api for answer in answers if answer.api is not None]
+                return
+            failures = failures + 1
+            self.outage.begun(": HTTP " not in causes[0], started)
+            delay = retrying.ENDPOINT.wait(failures)
+            if delay > self.outage.left():
+                each = "".join(f"  {cause}\n" for cause in causes)
+                raise ServerStartFailed(
+                    f"No endpoint was ready within {window:g} s:\n{each}Check that the server runs, that this "
+                    f"machine can reach it, and {written.endpoint_url}. One that answers 429 limits "
+                    "requests: start later."
+                )
+            self.outage.show(causes[0])
+            await asyncio.sleep(delay)
+
+    def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
+        """What is wrong with the endpoints that do not answer.
+
+        Raises:
+            ServerRefused: an endpoint refuses the key.
+        """
+        for answer in answers:
+            if answer.refused:
+                raise ServerRefused(
+                    f"{answer.url} refuses this run's API key (HTTP {answer.refused}). Check api_key_env and what its "
+                    f"variable holds, or the secret in {written.endpoint_url}."
+                )
+        return [f"{url}: {answer.cause}" for url, answer in zip(self.urls, answers, strict=True) if answer.cause]
+
+
+def ready_window(config: InferenceConfig) -> float:
+    return min(config.server_patience_seconds, config.server_ready_max_attempts * config.server_ready_delay_sec)
+
+
+@dataclass(frozen=True)
+class EndpointAnswer:
+    """What one endpoint answered to GET /v1/models.
+
+    Attributes:
+        url: without credentials and query string.
+        cause: why it cannot be used; "" if it can.
+        refused: the status with which it refused the key.
+        api: the URL, or its /v1; None: not known yet.
+        models: the names that it lists; None if it lists none, as some gateways do.
+    """
+
+    url: str
+    cause: str = ""
+    refused: int = 0
+    api: HiddenUrl | None = None
+    models: list[str] | None = None
+
+
+async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> EndpointAnswer:
+    """Asks at the URL, and then at its /v1 if the API may be there and is not here.
+
+    datatrove appends /v1 to the URL of a local server only.
+    """
+    target = url.api("models")
+    below = url.join("v1")
+    api = None if url.may_lack_version else url
+    try:
+        response = await _get(target, headers, proxied)
+        if api is None and response.status != 200:
+            found = await _get(below.api("models"), headers, proxied)
+            if found.status == 200:
+                response = found
+                url = below
+                target = below.api("models")
+    except ExchangeFailed as error:
+        return EndpointAnswer(str(target), str(error), api=api)
+    status = response.status
+    if status in (401, 403):
+        return EndpointAnswer(str(target), "it refuses this run's API key", refused=status)
+    return EndpointAnswer(str(target), api=url, models=_listed(response.body) if status == 200 else None)
+
+
+async def _get(target: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> Response:
+    """Raises ExchangeFailed if there is no response, or if another one may come later."""
+    response = await get(target, headers, _PROBE_TIMEOUT, proxied)
+    if (status := response.status) in retrying.SERVER.retried:
+        raise ExchangeFailed(f"HTTP {status}{', which means too many requests' if status == 429 else ''}")
+    return response
+
+
+def _listed(body: bytes) -> list[str] | None:
+    try:
+        data = orjson.loads(memoryview(body))["data"]
+        found = [str(one["id"]) for one in data if isinstance(one, dict) and "id" in one]
+        if isinstance(data, list):
+            return found
+        return None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _with_environment(url: str) -> HiddenUrl:
+    """The URL with each ``${NAME}`` replaced by that environment variable, stripped.
+
+    Raises:
+        ConfigError: a variable is not set, or this is no URL.
+    """
+    for name in _VARIABLE.findall(url):
+        if name not in os.environ:
+            raise ConfigError(
+                f"{written.endpoint_url}: {url} names the environment variable {name}, which is not set. Export it "
+                "where the tasks run."
+            )
+    return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url), url)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import orjson
 from datatrove.data import Document
-from datatrove.io import get_datafolder
 from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
@@ -41,7 +40,6 @@ from datatrove_ckpt.readers.positions import (
 )
 from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.step_records import plain_settings
-from datatrove_ckpt.readers.tables import IpcReader
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -138,22 +136,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         streamed.shuffle_files = False
         streamed.dataset_options = {k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE}
         return streamed
-
-    def saved_files(self) -> SavedFiles | None:
-        """Returns a reader of the Arrow files that ``save_to_disk`` has written.
-
-        None: there are none, or ``datasets`` makes the values when it reads them, such as images.
-        """
-        if not self.load_from_disk:
-            return None
-        folder = get_datafolder(self.dataset)
-        try:
-            state, info = (orjson.loads(folder.cat_file(name)) for name in ("state.json", "dataset_info.json"))
-        except FileNotFoundError:
-            return None
-        if state.get("_indices_data_files") or not _is_plain(info.get("features")):
-            return None
-        return SavedFiles(self, [str(file["filename"]) for file in state["_data_files"]])
 
     # SeekingReader -------------------------------------------------------------------------------------------------
 
@@ -312,36 +294,3 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _explain(self, error: Exception, commit: str | None) -> str:
         return explain_hub_error(self.dataset, error, commit, self._repository() is not None)
-
-
-class SavedFiles(IpcReader):
-    """The Arrow files of a saved dataset: see ``HuggingFaceDatasetReader.saved_files``.
-
-    Documents are those of the dataset's reader, but a default id has file and row.
-    """
-
-    def __init__(self, reader: HuggingFaceDatasetReader, names: list[str]) -> None:
-        options = {name: getattr(reader, name) for name in ("limit", "skip", "text_key", "id_key")}
-        seed = _SHUFFLE_SEED if reader.shuffle_files else None
-        super().__init__(reader.dataset, shuffle_seed=seed, **options)
-        self._reader = reader
-        self._names = names
-
-    def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
-        return self._reader.get_document_from_dict(data, self._reader.dataset, f"{source_file}/{id_in_file}")
-
-    def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        return Inputs(self.data_folder, self._names).of_rank(rank, world_size)
-
-
-_PLAIN_TYPES = ("Value", "ClassLabel", "List", "LargeList", "Sequence", "Translation", "TranslationVariableLanguages")
-
-
-def _is_plain(features: object) -> bool:
-    """Returns whether the files hold the values of these features as they are."""
-    if isinstance(features, list):
-        return all(map(_is_plain, features))
-    if not isinstance(features, dict):
-        return True
-    kind = features.get("_type", "Value")
-    return (not isinstance(kind, str) or kind in _PLAIN_TYPES) and all(map(_is_plain, features.values()))

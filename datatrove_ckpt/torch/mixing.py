@@ -73,21 +73,18 @@ class Mix(StatefulWrapper):
         """
         if self.at_end != "drop":
             raise TypeError(f"A Mix with at_end={self.at_end!r} does not know how many samples it has. Set max_steps.")
-        return sum(len(source) for source in self._sources)
-
-    @property
-    def rank(self) -> int:
-        """The rank of the sources, so that ranks do not all draw the same sources at the same time."""
-        return next((int(source.rank) for source in self._sources if hasattr(source, "rank")), 0)
+        sources: list[Any] = self._sources
+        return sum(map(len, sources))
 
     def _options(self) -> State:
         return {"weights": self.weights, "seed": self.seed, "at_end": self.at_end}
 
-    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Mixing:
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Mixing:
         if state is None:
             state = {"drawn": 0, "sources": [None] * len(self._sources)}
         started = [self._start(number, epoch, each) for number, each in enumerate(state["sources"])]
-        draws = f"{self.seed}/{epoch}/{self.rank}/{slot.worker}/{slot.workers}"
+        # The rank counts, so that ranks do not all draw the same sources at the same time.
+        draws = f"{self.seed}/{epoch}/{slot.rank}/{slot.worker}/{slot.workers}"
         return Mixing(self, epoch, draws, started, int(state["drawn"]))
 
     def _source_states(self, state: State) -> list[State | None]:
@@ -172,7 +169,8 @@ class Mixing(Iterator[Any]):
         raise StopIteration
 
     def state(self) -> State:
-        return {"drawn": self._drawn, "sources": [one.state() for one in self._sources]}
+        sources = [source.state() for source in self._sources]
+        return {"finished": self.finished, "drawn": self._drawn, "sources": sources}
 
     def _weigh(self) -> None:
         self._live = [source for source in self._sources if source.is_live]

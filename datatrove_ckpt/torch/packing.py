@@ -83,7 +83,7 @@ class Pack(StatefulWrapper):
         names = ("length", "columns", "separator", "pad", "positions")
         return {name: getattr(self, name) for name in names}
 
-    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Packing:
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Packing:
         (source,) = self._sources
         state = state or {}
         if state:
@@ -134,7 +134,7 @@ class Packing(Iterator[Any]):
 
     def state(self) -> State:
         rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
-        state = {"given": self._given, "rest": rest}
+        state = {"finished": self.finished, "given": self._given, "rest": rest}
         if self.finished:
             return state | {"source": end_state(self._source)}
         return state | {"source": self._source.state_dict()}

@@ -138,7 +138,6 @@ class TrainingCheckpoints:
         if remote is not None:
             check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
-        self._steps.make()
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
@@ -161,7 +160,7 @@ class TrainingCheckpoints:
         self._look_after = 0
         self._longest_step = 0.0
         self._stepped_at = time.monotonic()
-        self._preemption: Preemption | None = None
+        self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
         self._time_ends: float | None = None
         _not_left.add(self)
 
@@ -185,7 +184,7 @@ class TrainingCheckpoints:
     # the block ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._preemption = Preemption(SIGNALS, drain_seconds=0.0).__enter__()
+        self._preemption.__enter__()
         self._preemption.shutdown.call(self._hurry)
         if job_id() is not None:
             self._time_ends = asyncio.run(slurm_deadline())
@@ -195,13 +194,12 @@ class TrainingCheckpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._preemption is None or not self._preemption.shutdown.is_fast:
+            if not self._preemption.shutdown.is_fast:
                 self.close(raises=error is None)
         finally:
             _not_left.discard(self)
             preemption = self._preemption
-            self._preemption = None
-            assert preemption is not None
+            self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
             preemption.__exit__(kind, error, trace)
 
     def close(self, raises: bool = True) -> None:
@@ -223,25 +221,20 @@ class TrainingCheckpoints:
     def _wait_for_copy(self) -> bool:
         """Returns whether the copy under way has ended. A new signal ends the wait."""
         warn_at = time.monotonic() + _WARN_SECONDS
-        cause = self._stop_cause
+        shutdown = self._preemption.shutdown
+        cause = shutdown.cause
         while not self._uploading.join(_LOOK_SECONDS):
             assert self._steps.store is not None
             if time.monotonic() > warn_at:
                 warn_at = math.inf
                 logger.warning(f"Waiting for the copy of a step to {self._steps.store.url}. A signal ends that.")
-            if self._stop_cause != cause:
+            if shutdown.cause != cause:
                 self._not_copied = StorageFailed(f"The copy to {self._steps.store.url} did not end.")
                 return False
         return True
 
-    @property
-    def _stop_cause(self) -> str:
-        if self._preemption is None:
-            return ""
-        return self._preemption.shutdown.cause
-
     def _hurry(self) -> None:
-        if self._preemption is not None and self._preemption.shutdown.is_fast:
+        if self._preemption.shutdown.is_fast:
             raise KeyboardInterrupt  # a second signal
 
     # save ---------------------------------------------------------------------------------------------------------
@@ -266,28 +259,27 @@ class TrainingCheckpoints:
             self.close(raises=False)
             # A rank that ends first makes torchrun end the others.
             is_saved = not any(self._ranks.gather(self._not_saved is not None))
-            assert self._preemption is not None
-            why = self._preemption.shutdown.cause or "another rank stops"
+            shutdown = self._preemption.shutdown
+            why = shutdown.cause or "another rank stops"
             end = "saved" if is_saved else "NOT saved"
             logger.warning(f"The training stops after step {step}, which is {end} ({why}).")
-            if stops == _SIGNAL and not self._preemption.shutdown.is_requested:
+            if stops == _SIGNAL and not shutdown.is_requested:
                 os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
-            self._preemption.shutdown.request("another rank")
-            self._preemption.shutdown.raise_preempted()
+            shutdown.request("another rank")
+            shutdown.raise_preempted()
         if due:
             self.save(step, **what)
         return due
 
     def _look(self, now: float) -> tuple[float, bool]:
         """Lets all ranks agree on why to stop (0: they go on), and whether to save."""
+        self._preemption.stop_before(self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS)
+        cause = self._preemption.shutdown.cause
         stops = 0.0
-        if self._preemption is not None:
-            self._preemption.stop_before(self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS)
-            cause = self._preemption.shutdown.cause
-            if cause in signal.Signals.__members__:
-                stops = _SIGNAL
-            elif cause:
-                stops = _OTHER
+        if cause in signal.Signals.__members__:
+            stops = _SIGNAL
+        elif cause:
+            stops = _OTHER
         interval = self._interval()
         is_time = interval is not None and now - self._saved_at >= interval
         own = [stops, is_time, self._writing.is_running, self._longest_step]

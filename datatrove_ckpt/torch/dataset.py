@@ -12,8 +12,8 @@
             ...
             torch.save(loader.state_dict(), f"loader-{rank}.pt")
 
-An epoch has one order for all ranks and workers (``order.py``), which take turns. So ranks differ by one
-sample at most, ``len()`` is known, and the states of all ranks continue with any other number of ranks and workers.
+An epoch has one order for all ranks and workers (``order.py``), which take turns. So ranks differ by one sample at
+most, ``len()`` is known, and the states of all ranks continue with any other number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datatrove.data import Document
 from loguru import logger
@@ -39,12 +39,15 @@ from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from datatrove_ckpt.torch.topology import Even, Topology
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
 Sample: TypeAlias = Any
-"""Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
+"""A result of ``transform``. A type variable would need a type argument at each use."""
 
 
 def text_and_id(document: Document) -> dict[str, str]:
-    """The two fields that every document has, so that torch can collate the samples."""
+    """Returns the two fields that every document has, so that torch can collate the samples."""
     return {"text": document.text, "id": str(document.id)}
 
 
@@ -132,10 +135,7 @@ class ReaderDataset(StatefulIterable):
             )
 
     def __len__(self) -> int:
-        """The number of samples of this rank in an epoch, all its workers together.
-
-        Rows that hold no document count.
-        """
+        """Returns the number of samples of this rank in an epoch. Rows that hold no document count."""
         return Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
 
     def set_epoch(self, epoch: int) -> None:
@@ -183,17 +183,17 @@ class ReaderDataset(StatefulIterable):
         return DatasetState.from_json(state).has_ended()
 
 
-def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
+def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -> int:
     """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each rank.
 
     Args:
         loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``, ``Pack`` or ``Mix``. It has not begun
             yet.
-        states: ``loader.state_dict()`` of each rank, in any order, or files that ``torch.save`` has made of them; or
-            one state that ``gather`` or ``merge`` has made.
+        states: ``loader.state_dict()`` of each rank, in any order, or files of ``torch.save`` with them; or one state
+            of ``merge``.
 
     Returns:
-        The number of the epoch with which the loop of epochs goes on: that of the states, or the next one if no rank
+        The number of the epoch with which the loop of epochs continues: that of the states, or the next one if no rank
         had a sample left. Then nothing is loaded, because torchdata begins a loader that had finished once more.
 
     Raises:
@@ -228,8 +228,8 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     return epoch
 
 
-def epoch_of(loader: Any) -> int | None:
-    """The epoch of a loader's dataset, if that is one of ours, perhaps in a wrapper such as Accelerate's."""
+def epoch_of(loader: DataLoader) -> int | None:
+    """Returns the epoch of a loader's dataset of ours, also in a wrapper such as Accelerate's."""
     source = getattr(loader, "dataset", None)
     while source is not None:
         if isinstance(source, StatefulIterable):

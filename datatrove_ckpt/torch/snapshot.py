@@ -1,4 +1,4 @@
-"""What a save copies while the training waits: states in the host's memory, and the random generators."""
+"""Copies states and random generators into the host's memory, while the training waits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import copy
 import random
 import sys
 from collections import OrderedDict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from datatrove_ckpt.common import JsonObject
+
+_T = TypeVar("_T")
+
 
 class Snapshot:
-    """Copies in the host's memory. The buffers of the one before are used again, so only one is in use at a time."""
+    """Copies in the host's memory. A copy uses the buffers of the one before again, so only one is in use at a time."""
 
     def __init__(self) -> None:
         self._old: dict[str, torch.Tensor] = {}
@@ -20,17 +24,17 @@ class Snapshot:
         self._same: dict[object, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
 
-    def take(self, value: Any) -> Any:
+    def take(self, value: _T) -> _T:
         self._old = self._new
         self._new = {}
         self._same = {}
-        copied = self._copy(value, "")
+        copied: _T = self._copy(value, "")
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._same.clear()
         return copied
 
-    def _copy(self, value: Any, key: str) -> Any:
+    def _copy(self, value: Any, key: str) -> Any:  # of the same type
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value.detach(), key)
         if type(value) in (dict, OrderedDict):
@@ -58,7 +62,7 @@ class Snapshot:
         return buffer
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> JsonObject:
     version, numbers, gauss = random.getstate()
     state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -71,7 +75,7 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: JsonObject) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])

@@ -86,9 +86,7 @@ class Steps:
         self.store: ObjectStore | None = None
         if remote is not None:
             self.store = ObjectStore(remote)
-
-    def make(self) -> None:
-        files.disk.make_dirs(self.folder)
+        files.disk.make_dirs(folder)
 
     @property
     def is_locked(self) -> bool:

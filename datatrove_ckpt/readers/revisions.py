@@ -7,7 +7,6 @@ that commit. The file is made by a hard link: the first one wins, and is never s
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 import orjson
 from xxhash import xxh3_64_hexdigest
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Resolve = Callable[[], str | None]
@@ -72,17 +72,9 @@ class Revisions:
         )
 
     def _keep(self, path: Path, content: dict[str, str]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        files.disk.make_dirs(self._folder)
         staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # processes of two nodes may have one id
-        with staged.open("wb") as file:
-            file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(staged, path)
-        except FileExistsError:
-            pass  # another rank was first
-        except OSError:  # a file system without hard links
-            staged.replace(path)
-        finally:
-            staged.unlink(missing_ok=True)
+        data = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        files.disk.write_new(staged, [data], files.PUBLIC_FILE)
+        files.disk.put_new(staged, path)  # unless another rank was first
+        files.disk.remove(staged)

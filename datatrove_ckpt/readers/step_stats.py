@@ -70,15 +70,17 @@ class StepStats:
         """Returns the final stats for ``shard.json``; empty if they are not known."""
         if not self._known:
             return {}
-        steps = zip(self._names(), self._totals(read), strict=True)
-        return {STATS: {"ended": True, "steps": [[name, _to_json(metrics)] for name, metrics in steps]}}
+        return {STATS: self._state(True, self._totals(read))}
 
     def saved(self, ended: bool = False) -> State | None:
         """Returns the stats of all attempts so far; None if they are not known. ``ended``: the input has ended."""
         if not self._known:
             return None
-        metrics = [_to_json(_sum(*each)) for each in zip(self._earlier, self._now(), strict=True)]
-        return {"ended": ended, "steps": [list(each) for each in zip(self._names(), metrics, strict=True)]}
+        return self._state(ended, map(_sum, self._earlier, self._now()))
+
+    def _state(self, ended: bool, totals: Iterable[MetricStatsDict]) -> State:
+        steps = zip(self._names(), map(_to_json, totals), strict=True)
+        return {"ended": ended, "steps": list(map(list, steps))}
 
     def finish(self, read: int) -> None:
         """Gives the steps the stats of all attempts, after ``read`` documents of this attempt, at the end of input."""
@@ -87,10 +89,9 @@ class StepStats:
         self._earlier = [MetricStatsDict() for _ in self._steps]
 
     def _totals(self, read: int) -> list[MetricStatsDict]:
-        later = self._now()
         if self._ended and not read:
-            later = [MetricStatsDict() for _ in self._steps]
-        return [_sum(*each) for each in zip(self._earlier, later, strict=True)]
+            return self._earlier
+        return list(map(_sum, self._earlier, self._now()))
 
     def _names(self) -> list[str]:
         return [step.stats.name for step in self._steps]

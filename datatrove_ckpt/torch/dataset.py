@@ -112,7 +112,6 @@ class ReaderDataset(StatefulIterable):
         self.rank = rank
         self.world_size = world_size
         self.shuffle_seed = shuffle_seed
-        self._is_shuffled = shuffle_seed is not None
         self.transform = transform
         self.columns = columns
         self.settings = Settings(shuffle_seed, parse_window(shuffle_window), even, batch)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, StorageFailed
 
@@ -78,8 +77,7 @@ class Ranks:
             return 0
         own = folder / f".id-{uuid.uuid4().hex}"
         shared = folder / ".id"
-        own.write_text(uuid.uuid4().hex)
-        with suppress(FileExistsError):
-            os.link(own, shared)
-        own.unlink()
-        return self.gather(shared.read_text()).index(shared.read_text())
+        files.disk.write_new(own, [uuid.uuid4().bytes])
+        files.disk.put_new(own, shared)
+        files.disk.remove(own)
+        return self.gather(shared.read_bytes()).index(shared.read_bytes())

@@ -19,6 +19,7 @@ from weakref import ref
 from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.readers.base import Stateful
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.seals import check_seals, sealed
 from datatrove_ckpt.torch.states import Slot
@@ -35,14 +36,10 @@ else:
         _Iterable = object
 
 
-class Source(Protocol):
+class Source(Stateful, Protocol):
     """An iterable of samples whose position can be saved and restored."""
 
     def __iter__(self) -> Iterator[object]: ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state_dict: State) -> None: ...
 
 
 class Handle(Iterator[object]):
@@ -258,7 +255,7 @@ class Iteration(Iterator[object], Protocol):
 class StatefulIterable(_Iterable):
     """An iterable whose position can be saved and restored."""
 
-    _is_shuffled = False
+    shuffle_seed: int | None = None
 
     def __init__(self) -> None:
         self._forget()
@@ -334,7 +331,7 @@ class StatefulIterable(_Iterable):
         epoch = shared.epoch
         if state is None:
             shared.refuse_again(epoch, number, workers)
-            if self._is_shuffled and shared.epoch_begins_again(number):
+            if self.shuffle_seed is not None and shared.epoch_begins_again(number):
                 logger.warning(
                     f"Epoch {epoch} begins again, in the same order as before. Call set_epoch(epoch) before each epoch."
                 )

@@ -146,7 +146,6 @@ class TrainingCheckpoints:
         self.metrics = dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
-        self._rollbacks = 0
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
         self._snapshot = Snapshot()
@@ -156,7 +155,7 @@ class TrainingCheckpoints:
         self._write_seconds = 0.0
         self._saved_at = time.monotonic()
         self._has_looked = self._has_claimed = False
-        self._last_step = 0
+        self._last = StepName(0, 0)
         self._look_after = 0
         self._longest_step = 0.0
         self._stepped_at = time.monotonic()
@@ -177,8 +176,9 @@ class TrainingCheckpoints:
             ConfigError: the step was saved without its epoch.
         """
         if self._epoch is None:
-            name = StepName(self._rollbacks, self._last_step)
-            raise ConfigError(f"{name} was saved without its epoch: give maybe_save and save epoch=, or count steps.")
+            raise ConfigError(
+                f"{self._last} was saved without its epoch: give maybe_save and save epoch=, or count steps."
+            )
         return self._epoch
 
     # the block ----------------------------------------------------------------------------------------------------
@@ -339,8 +339,7 @@ class TrainingCheckpoints:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"save: metrics must be numbers: {error}.") from error
         self._writing.join()
-        name = StepName(self._rollbacks, step)
-        self._last_step = step
+        name = self._last = StepName(self._last.rollbacks, step)
         self._told_epoch = epoch
         try:
             self._claim()
@@ -401,9 +400,9 @@ class TrainingCheckpoints:
         if not hasattr(step, "__index__") or index(step) < 0:
             raise ConfigError("save: the step must be an integer from 0 on.")
         step = index(step)
-        if step < self._last_step:
+        if step < self._last.step:
             raise ConfigError(
-                f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
+                f"save: step {step} comes after step {self._last.step}. Count on from what restore_latest returned; a "
                 "training from the start takes a new folder."
             )
         return step
@@ -568,13 +567,12 @@ class TrainingCheckpoints:
         began = time.monotonic()
         _check_names(states)
         try:
-            chosen = self._choose(lambda name: True)
+            chosen = self._choose(list)
             if chosen is None:
                 self._prepare(loader, 0)
                 return None
             name, passed = chosen
-            self._rollbacks = name.rollbacks
-            self._last_step = name.step
+            self._last = name
             self._load(name, reader, states)
             self._load_input(loader, name)
             self._begin_counting()
@@ -596,17 +594,14 @@ class TrainingCheckpoints:
             with suppress(Exception):
                 self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
 
-    def _choose(self, is_wanted: Callable[[StepName], bool], best: bool = False) -> tuple[StepName, list[str]] | None:
-        """Returns the step that all folders have whole, and the newer ones that are not. None: no step was saved."""
+    def _choose(self, choose: Callable[[Iterable[StepName]], list[StepName]]) -> tuple[StepName, list[str]] | None:
+        """Returns the last chosen step that all folders have whole, and the later ones. None: no step was saved."""
         self._writing.join()
         self._has_looked = True
         found = self._ranks.together(self._names)
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")  # of rank 0's folder
-        names = sorted({name for each in found for name in each if is_wanted(name)})
-        if best:
-            names = self._ranks.gather(self._by_metric(self._manifests)[::-1])[0]
         passed: list[str] = []
-        for name in reversed(names):
+        for name in reversed(choose(sorted(set().union(*found)))):
             damage = next(filter(None, self._ranks.together(partial(self._damage, name))), "")
             if not damage:
                 self._steps.training = self._steps.manifest(name)["training"]
@@ -762,17 +757,19 @@ class TrainingCheckpoints:
         self._has_looked = True
         self._claim()
 
-        def is_wanted(name: StepName) -> bool:
+        def choose(names: Iterable[StepName]) -> list[StepName]:
+            if to == "best":
+                return self._ranks.gather(self._by_metric(self._manifests)[::-1])[0]
             if before is None:
-                return name.step == to
-            return name.step < before
+                return [name for name in names if name.step == to]
+            return [name for name in names if name.step < before]
 
-        chosen = self._choose(is_wanted, best=to == "best")
+        chosen = self._choose(choose)
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
         old, _ = chosen
-        new = StepName(self._rollbacks + 1, old.step)
+        new = StepName(self._last.rollbacks + 1, old.step)
         own = None
         if skip_input:
             own = self._input_state(loader)
@@ -788,8 +785,7 @@ class TrainingCheckpoints:
         if loader is not None and not skip_input:
             self._load_input(loader, old)
         self._ranks.gather(None)
-        self._rollbacks += 1
-        self._last_step = old.step
+        self._last = new
         if self._is_owner:
             self._uploading.join()
             self._replace_newer(new)

@@ -497,7 +497,12 @@ def test_any_object_is_saved_and_restored_only_if_that_is_asked_for(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["a/b", "..", "../model", "", ".metadata"])
 def test_a_name_that_is_no_files_name_is_refused(tmp_path: Path, name: str) -> None:
-    for call in (lambda saved, state: saved.save(1, **state), lambda saved, state: saved.restore_latest(**state)):
+    calls: list[Callable[[Any, Any], object]] = [
+        lambda saved, state: saved.save(1, **state),
+        lambda saved, state: saved.restore_latest(**state),
+        lambda saved, state: saved.rollback(to=1, **state),
+    ]
+    for call in calls:
         with pytest.raises(ConfigError, match="no name of a state"):
             call(checkpoints(tmp_path), {name: nn.Linear(2, 2)})
     assert not list(tmp_path.rglob("*.pt"))

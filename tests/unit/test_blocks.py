@@ -217,13 +217,14 @@ def test_a_key_that_some_lines_lack_is_none_there(tmp_path: Path) -> None:
 def converted(reader: Any, patch: pytest.MonkeyPatch) -> list[int]:
     """Of each batch that a reader makes documents of from now on: its rows."""
     sizes: list[int] = []
-    convert = reader._convert
+    batches = reader._batches
 
-    def spied(self: Any, batch: Any, *arguments: Any) -> Any:
-        sizes.append(batch.num_rows)
-        return convert(self, batch, *arguments)
+    def spied(*arguments: Any) -> Any:
+        for found in batches(*arguments):
+            sizes.append(found[2].num_rows)
+            yield found
 
-    patch.setattr(reader, "_convert", spied)
+    patch.setattr(reader, "_batches", spied)
     return sizes
 
 

@@ -694,13 +694,14 @@ def test_large_rows_are_read_a_few_at_a_time(
         with pa.ipc.new_file(tmp_path / "0.arrow", table.schema) as file:
             file.write_table(table)
     taken: list[int] = []
-    convert = reader._convert
+    batches = reader._batches
 
-    def spied(self: Any, batch: Any, *arguments: Any) -> Any:
-        taken.append(batch.num_rows)
-        return convert(self, batch, *arguments)
+    def spied(*arguments: Any) -> Any:
+        for found in batches(*arguments):
+            taken.append(found[2].num_rows)
+            yield found
 
-    monkeypatch.setattr(reader, "_convert", spied)
+    monkeypatch.setattr(reader, "_batches", spied)
     one = reader(tmp_path.as_posix())
     found = list(one.run())
     assert [document.text for document in found] == [str(n) for n in range(50)]

@@ -22,6 +22,7 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -42,7 +43,7 @@ from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 
-def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:
+def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:
     """Runs what ``build`` has made of a file's content. Returns the exit code.
 
     Raises:

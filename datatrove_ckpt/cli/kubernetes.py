@@ -22,8 +22,8 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.short_form import Node, read_config
-from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
+from datatrove_ckpt.cli.short_form import Node, make_executor
+from datatrove_ckpt.cli.yaml_config import MASK, construct, dump, leaves
 from datatrove_ckpt.common.redaction import is_surely_secret, redact
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
@@ -67,10 +67,8 @@ def k8s(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: a mistake in the file, or a job that would lose its work with its pods.
     """
-    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     source = arguments.config or "the command line"
-    content = read_config(arguments.config, arguments.overrides)
-    executor = build(content)
+    content, executor = make_executor(arguments.config, arguments.overrides)
     refuse_other_kinds(executor, "k8s")
     plan = RunPlan(executor)
     job = kubernetes_job(content, plan)
@@ -108,7 +106,7 @@ def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
     Raises:
         ConfigError: a mistake in it, or too little time.
     """
-    job: KubernetesJob = construct(KubernetesJob, content.get(_SECTION), _SECTION)
+    job = construct(KubernetesJob, content.get(_SECTION), _SECTION)
     steps = [runner.step for runner in plan.runners]
     drain = max((step.drain_seconds for step in steps), default=0.0)
     stops = (config.server_stop_timeout_sec for step in steps for config in step.models.values())

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import orjson
 
@@ -162,7 +162,7 @@ def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Tex
 
 def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:
     """An answer for each text, with tokens by the length of the texts. Their sum is that of the request."""
-    answer: Any = completion.answer
+    assert completion.answer is not None
     ends = list(accumulate((len(text.text) or 1 for text in texts), initial=0))
     usages: list[JsonObject] = [{} for _ in texts]
     for name, value in completion.usage.items():
@@ -172,5 +172,5 @@ def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:
                 usage[name] = end - start
     return [
         replace(completion, usage=usage, answer={"embeddings": [vector]})
-        for usage, vector in zip(usages, answer["embeddings"], strict=True)
+        for usage, vector in zip(usages, completion.answer["embeddings"], strict=True)
     ]

@@ -1,6 +1,6 @@
 """What a part of a file uses: its names with what is taken of them, its texts, and what it changes.
 
-Which names are globals, Python's compiler says: arguments and local variables of the same name are none.
+Python's compiler tells which names are globals.
 
 This module imports only the standard library: a test runs it alone on every Python that it finds.
 """
@@ -39,13 +39,6 @@ class Name(NamedTuple):
     root: str
     path: Path = ()
     imported: Import | None = None
-
-
-class Use(tuple[Any, ...]):
-    """A name, in pickles of identity version 4."""
-
-    def __new__(cls, *values: object) -> Use:
-        return super().__new__(cls, values)
 
 
 class Uses:
@@ -111,7 +104,6 @@ class Uses:
 
 
 def _globals(node: ast.AST, nodes: list[ast.AST]) -> set[str]:
-    """The global names, and the variables of enclosing functions."""
     loaded = {part.id for part in nodes if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
     statement: Any = node
     if isinstance(node, ast.expr):
@@ -143,7 +135,6 @@ def _chain(node: ast.AST, inside: set[ast.AST]) -> tuple[str, Path]:
 
 
 def bound_names(nodes: Iterable[ast.AST]) -> set[str]:
-    """The names that statements of a module bind."""
     names: set[str] = set()
     waiting = [*nodes]
     while waiting:
@@ -160,7 +151,6 @@ def bound_names(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Import]]:
-    """The names that an import binds."""
     for alias in node.names:
         if isinstance(node, ast.ImportFrom):
             yield alias.asname or alias.name, Import(node.module or "", alias.name, node.level)

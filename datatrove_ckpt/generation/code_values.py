@@ -78,7 +78,7 @@ class Plain:
         self._depth = 0
 
     def look(self, owner: object, name: str, value: object, paths: Iterable[Path] = ((),), depth: int = 0) -> Plain:
-        """Looks at parts of a value. Of what the rollout changes, as this process saw it first."""
+        """Writes parts of a value. Of what the rollout changes, as this process saw it first."""
         self._depth = depth
         place = (id(owner), name, *sorted(paths))
         is_changed = name in self._project.changed and not isinstance(value, str)
@@ -103,7 +103,6 @@ class Plain:
         return inner.parts[""]
 
     def of(self, value: Any) -> Any:
-        """The value as JSON."""
         kind = type(value)
         if kind is str:
             return self._text(value)
@@ -206,12 +205,11 @@ class Plain:
 
 
 def key(constant: object) -> str:
-    """A step of a path for ``name[constant]``."""
     return f"[{constant!r}]"
 
 
 def follow(value: object, path: Path) -> tuple[object, Path]:
-    """The part of plain data that a path leads to, and the steps that were gone."""
+    """Returns the part of plain data to which a path leads, and the steps up to there."""
     for index, step in enumerate(path):
         parts: Mapping[str, object] = {}
         if isinstance(value, Mapping):
@@ -225,7 +223,6 @@ def follow(value: object, path: Path) -> tuple[object, Path]:
 
 
 def attributes(value: object) -> dict[str, object]:
-    """Of an object: those in its dict and in slots."""
     found = {}
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
@@ -238,12 +235,10 @@ def attributes(value: object) -> dict[str, object]:
 
 
 def is_pacing(value: object) -> bool:
-    """Whether it is a logger, a lock or the like."""
     return _PACING.fullmatch(type(value).__module__) is not None
 
 
 def cells(function: types.FunctionType) -> list[tuple[str, object]]:
-    """The variables of enclosing functions, without those that are not filled yet."""
     found = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):
@@ -252,7 +247,7 @@ def cells(function: types.FunctionType) -> list[tuple[str, object]]:
 
 
 def wrapped(thing: object) -> Any:
-    """What ``functools`` says that a function is around; None if it is around nothing."""
+    """Returns the ``__wrapped__`` of a function, or None."""
     try:
         if isinstance(thing, type):
             return None

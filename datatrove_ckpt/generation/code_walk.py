@@ -49,7 +49,6 @@ USED = "uses."
 
 
 def is_bytecode(value: object) -> bool:
-    """The value is a hash that was made without source."""
     return isinstance(value, str) and re.fullmatch(r"bytecode \S+ [0-9a-f]{32}", value) is not None
 
 
@@ -77,7 +76,7 @@ class Description(NamedTuple):
 
 
 class _Found:
-    """Something that was reached: a definition, a variable, or a function that is a value."""
+    """A definition, a variable, or a function that is a value."""
 
     def __init__(self, label: str, where: str, own: bool) -> None:
         self.label = label
@@ -100,7 +99,7 @@ class Walk:
     Args:
         state: names of what is known to change while the rollout runs.
         documented: docstrings and hints count.
-        before: the fields that are known already, of what came by value.
+        before: describes what came by value.
     """
 
     def __init__(self, state: frozenset[str], documented: bool, before: Description | None) -> None:
@@ -150,7 +149,7 @@ class Walk:
                 self._go(found, target, steps)
 
     def _go(self, found: _Found, module: Module, steps: Path, label: str = "") -> None:
-        """Into a module. What a pickle holds by value notes what it uses of modules that are imported."""
+        """Follows steps into a module. What a pickle holds by value notes what it uses of imported modules."""
         if found.own and not module.travels:
             self._edges[module.name, steps, label] = None
         elif steps:
@@ -194,7 +193,7 @@ class Walk:
             found.words |= dict.fromkeys(re.findall(r"[^'\"/]+", str(found.values)), module.folder)
 
     def _look_inside(self, found: _Found, module: Module, top: str, value: Any) -> None:
-        """What the source of a definition does not show: wrappers, values that were computed, what was set later."""
+        """Adds what the source of a definition does not show: wrappers, computed values, what was set later."""
         parts = {"": value}
         if isinstance(value, type):
             parts = dict(sorted(vars(value).items()))
@@ -210,7 +209,7 @@ class Walk:
                 self._reach_all(found, Plain(self._project, module.folder).look(value, name, inner))
 
     def _look_at_function(self, found: _Found, module: Module, function: Any) -> None:
-        """What a definition computed when it was executed: its defaults, and which of several of its name it is."""
+        """Adds what a definition computed when it was executed: its defaults, and which one of its name it is."""
         node: Any = next(iter(module.find(function.__code__)), None)
         if node is None and module.was_edited:
             found.bytecode.append(write_code(function.__code__))  # the source was edited after it was imported
@@ -297,11 +296,7 @@ class Walk:
         cause: str = "",
         prefix: str = ".{}",
     ) -> Plain:
-        """Parts of a value: of a variable, of an enclosing function, an argument, an attribute.
-
-        Args:
-            cause: why it differs at each start.
-        """
+        """Adds parts of a value. ``cause``: why it differs at each start."""
         plain = Plain(self._project, folder).look(owner, name, value, paths)
         self._reach_all(found, plain)
         cause = cause or plain.cause
@@ -314,7 +309,6 @@ class Walk:
     # where it begins -------------------------------------------------------------------------------------------------
 
     def root(self, label: str, thing: object) -> None:
-        """Begins at a function, object, class, or dict of values."""
         origin = self._found["root", label] = _Found(label, label, own=True)
         origin.root = True
         while isinstance(thing, functools.partial | types.MethodType):
@@ -413,7 +407,6 @@ class Walk:
         return fields
 
     def _text_file(self, name: str, folder: str) -> dict[str, object]:
-        """The content of a file of the project."""
         words = [word for found in self._found.values() for word in found.words]
         for word in ("", "..", os.getcwd(), *words):  # noqa: PTH109
             path = os.path.join(folder, word, name)  # noqa: PTH118
@@ -442,11 +435,10 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
 
 @contextmanager
 def _deep() -> Iterator[None]:
-    """Allows deep trees, and no garbage collection."""
     collects = gc.isenabled()
     limit = sys.getrecursionlimit()
     gc.disable()  # it would look at hundreds of thousands of nodes again and again
-    sys.setrecursionlimit(max(limit, _DEEPEST))  # a chain of a few hundred operators or elifs is a tree as deep
+    sys.setrecursionlimit(max(limit, _DEEPEST))  # hundreds of elifs are a tree as deep
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingSta
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits, sum_work
-from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD, rank_folder, retry_number
+from datatrove_ckpt.checkpoint.layout import COMMITS, SHARD, rank_folder, retry_folders, retry_number
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -40,9 +40,9 @@ class RankNumbers:
         if root is None:
             return
         self._shard = rank_folder(root, rank) / SHARD
-        for parent in (root, *sorted(root.glob(RETRIES))):
+        for parent in (root, *retry_folders(root)):
             folder = rank_folder(parent, rank)
-            if folder != opened and (parent == root or retry_number(parent.name) is not None):
+            if folder != opened:
                 self._add(folder, *sum_work(read_commits(folder / COMMITS).values()))
 
     def _add(self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds) -> None:

@@ -1,14 +1,12 @@
 """Finds finished documents in an old output, so that they need no request: the setting ``finished_from``.
 
-The old output is that of datatrove's own ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks: JSON
-lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row belongs to the document
-that has its id, its text and its metadata, but for what the rollout added and for the path of the input file. Nothing
-else of an old checkpoint is used: its count of finished chunks includes documents that were lost.
+The old output is of datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks: JSON lines,
+Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row belongs to the document that has
+its id, its text and its metadata, but for what the rollout added and for the path of the input file.
 
-Each start of a rank reads the old output again, before its first document is handed over, so no crash leaves a state.
-The metadata of the rows is copied to a temporary file that has no name. In memory are 16 bytes for each row, 40 while
-they are sorted. Rows are not looked up in the old files: gzip cannot seek, S3 is slow, and datatrove's rows are in no
-order.
+Each start of a rank reads the old output again, so no crash leaves a state. The metadata of the rows is copied to a
+temporary file that has no name, because gzip cannot seek, S3 is slow, and datatrove's rows are in no order. In memory
+are 16 bytes for each row, 40 while they are sorted.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _NO_DOCUMENT = "rows without an id or a text"
 _DAMAGED = (EOFError, ValueError, zlib.error, gzip.BadGzipFile)  # pyarrow raises a ValueError
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
-# Fields of some results only: in Parquet the others have null there.
+# In Parquet, results without these fields have null there.
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
 _OWN_FIELDS = ("text", "id", "media", "metadata")
 
@@ -63,7 +61,6 @@ class FinishedDocuments:
 
     Args:
         places: folders or URLs, each with a pattern of file names at its end or without.
-        metadata_key: under which the results are.
         rollouts: the most results that a document may have.
         folder: for the temporary file; None: the system's.
     """
@@ -128,7 +125,6 @@ class FinishedDocuments:
             self._file.close()
 
     def _find(self, file: IO[bytes], digest: bytes) -> Iterator[bytes]:
-        """The rows of a document's id and text."""
         key = np.uint64(_key(digest))
         first = int(np.searchsorted(self._keys, key))
         last = int(np.searchsorted(self._keys, key, side="right"))
@@ -139,7 +135,7 @@ class FinishedDocuments:
                 yield os.pread(file.fileno(), int.from_bytes(head[_DIGEST_BYTES:]), at + len(head))
 
     def _differing(self, as_read: Json, old: Json) -> list[str]:
-        """The keys with another value in an old row. The input file may have another path now."""
+        """Returns the keys with another value in an old row. The input file may have another path now."""
         names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
         return [name for name in as_read if name in names and not _is_same(as_read[name], old[name])]
 
@@ -181,7 +177,6 @@ class FinishedDocuments:
             )
 
     def _files(self, place: str) -> list[_OldFile]:
-        """The files of a place that may hold documents."""
         path = place.replace("${rank}", f"{self._rank:05d}")
         pattern = None
         if "*" in path:
@@ -202,7 +197,7 @@ class FinishedDocuments:
         return found
 
     def _documents(self, old: _OldFile) -> Iterator[Document]:
-        """The documents of a file that can be taken over. Counts the others."""
+        """Yields the documents of a file that can be taken over. Counts the others."""
         where = old.folder.resolve_paths(old.name)
         compression = None if old.format.is_compressed else "infer"
         try:
@@ -221,7 +216,6 @@ class FinishedDocuments:
             ) from error
 
     def _document(self, row: Row | None, line: bytes) -> tuple[Document | None, str]:
-        """A row's document, or why there is none."""
         if row is None:
             return None, _TORN
         if line.startswith(PREFIX):  # of our journal
@@ -256,7 +250,6 @@ def _refuse_running(lock: Path) -> None:
 
 
 def _digest(name: str, text: str) -> bytes:
-    """The digest of a document's id and text."""
     return xxhash.xxh3_128_digest(f"{len(name)} {name}{text}".encode("utf-8", "surrogatepass"))
 
 
@@ -265,7 +258,7 @@ def _key(digest: bytes) -> int:
 
 
 def _metadata_of(row: Row) -> Json:
-    """A row's metadata, also where the writer made columns of them."""
+    """Returns a row's metadata, also where the writer made columns of them."""
     metadata = row.get("metadata")
     if isinstance(metadata, dict):
         return metadata
@@ -281,7 +274,7 @@ def _is_same(as_read: object, old: object) -> bool:
 
 
 def _as_json(value: object) -> object:
-    """The value as JSON. Columns of Parquet have null for each key that another row has."""
+    """Converts a value to JSON. Columns of Parquet have null for each key that another row has."""
     return _without_nulls(orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)))
 
 
@@ -294,7 +287,7 @@ def _without_nulls(value: object) -> object:
 
 
 def _result(value: object) -> object:
-    """An InferenceResult, of JSON or of a journal, as a rank makes it. What a rollout itself returned stays."""
+    """Converts an InferenceResult, of JSON or of a journal. What a rollout itself returned stays."""
     if type(value) is InferenceResult:
         return Result(**vars(value))
     if not isinstance(value, dict):

@@ -1,16 +1,14 @@
 """What a function of the script needs of its module, for a pickle that another program loads.
 
-dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. In the task, the
-function sees the globals of the program that loads the pickle (``launch_pickled_pipeline``), so a rollout that calls a
-helper of its script would fail with ``NameError``. So a step also carries what its functions name.
+dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. So a step also
+carries what its functions name.
 
     the program that unpickles           what happens
     imports the script (multiprocess)    nothing: the names are there, or are not (``nothing_carried``)
     is another one                       ``__main__`` gets the names; it has begun and needs its own no more
 
 Ray's pickles bring the names themselves. What is or holds a secret stays behind, since others may read a pickle's file.
-A pickle is made once without keeping it, and looked at on the way. So what is found is what would be written,
-wherever it sits: attributes of classes and objects, default arguments, closures, arguments of a partial, nested dicts.
+To find secrets wherever they sit, a pickle is made without keeping it, and its objects are looked at.
 
     a value                                           is a secret
     with the form of a key (sk-..., hf_..., AKIA...)  always
@@ -57,7 +55,7 @@ class ScriptNames(NamedTuple):
 
 
 def collect(*things: object) -> ScriptNames | None:
-    """The names of the script that these functions and objects use, by themselves or through each other.
+    """Returns the names of the script that these functions and objects use, by themselves or through each other.
 
     None if no name is used, or if a value is being looked at that holds the step itself.
     """
@@ -153,7 +151,7 @@ def nothing_carried() -> Iterator[None]:
 
 
 def carries() -> bool:
-    """Whether a pickle that is made now is, as far as we know, one for a file."""
+    """Returns whether a pickle that is made now is probably for a file."""
     ray = sys.modules.get("ray")
     by_ray = ray is not None and bool(ray.is_initialized())
     return not getattr(_collecting, "on", False) and not by_ray
@@ -169,7 +167,6 @@ def say_left(names: ScriptNames) -> None:
 
 
 def _parts(thing: object) -> Iterator[Any]:
-    """The functions and classes of the script that belong to an object."""
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, types.MethodType):
@@ -201,7 +198,7 @@ def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
 
 
 def _stays(name: str, value: object) -> str:
-    """Why a value is not pickled; "" if it is."""
+    """Returns why a value is not pickled; "" if it is."""
     if isinstance(value, types.ModuleType):
         return ""
     try:
@@ -219,7 +216,7 @@ def _stays(name: str, value: object) -> str:
 
 
 class _Sink:
-    """The file of a pickle that nobody keeps. Notes which of some texts pass through."""
+    """The file of a pickle that is not kept. Notes which of some texts pass through."""
 
     def __init__(self, texts: Mapping[bytes, str]) -> None:
         self._texts = texts
@@ -236,7 +233,7 @@ class _Sink:
 
 
 def secrets_in(name: str, value: object) -> list[str]:
-    """The places of secrets in what a pickle of this value holds by value, as words for a message.
+    """Returns the places of secrets in what a pickle of this value holds by value, as words for a message.
 
     Raises:
         Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
@@ -291,7 +288,7 @@ class _Look:
             self._of_object(thing)
 
     def places(self) -> Iterator[str]:
-        """Where the secrets are. One that only its form shows has a place if no other is found."""
+        """Yields where the secrets are."""
         found = list(self._places)
         for function in self._functions:
             if id(function.__code__) in self._codes:  # else its name alone is written
@@ -331,7 +328,7 @@ class _Look:
 
 
 def _holds(name: str, value: object) -> bool:
-    """Whether a value is a secret, or a collection of texts that would be one under this name."""
+    """Returns whether a value is a secret, or a collection of texts that would be secrets under this name."""
     if isinstance(value, dict):  # what has the form of a key is found inside it
         parts = [part for part in value.values() if isinstance(part, str | bytes)]
         return any(is_surely_secret(name, part) and not is_surely_secret("", part) for part in parts)

@@ -322,9 +322,10 @@ def check_before_run(executor: PipelineExecutor) -> None:
 def check_before_worker(executor: PipelineExecutor) -> None:
     """The checks of a worker that takes tasks beside others: of this machine. Those of the whole job are ``run``'s.
 
-    Each task compares its settings with ``job.json`` when it starts.
+    Each task compares its settings with ``job.json`` when it starts. A worker for which none is left compares here.
 
     Raises:
+        CheckpointMismatch: the run is finished, and another one.
         ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
     """
     plan = RunPlan(executor)
@@ -333,6 +334,8 @@ def check_before_worker(executor: PipelineExecutor) -> None:
     _check_inputs(plan)
     _check_launch(plan)
     _check_hub(plan)
+    if not plan.incomplete():
+        check_job(plan, dry_run=True)
     note_steps(plan)
 
 

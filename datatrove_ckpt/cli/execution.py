@@ -132,7 +132,10 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         if own is None:
             raise
         advise(own, plan)
-        return fail(own, exit_code(own, arguments.worker))
+        code = 1  # scripts know it
+        if arguments.worker:
+            code = code_of_rank(own)
+        return fail(own, code)
     finally:
         say_errors_later(False)
     return 0
@@ -150,13 +153,6 @@ def _warn_of_hub(plan: RunPlan) -> None:
         for finding in check_rules_of_hub(Look(plan), runner.step):
             if finding.state == "warning":
                 logger.warning(f"{finding.what}: {finding.message}")
-
-
-def exit_code(error: Exception, of_worker: bool) -> int:
-    """Of a run that an error stopped. Of a worker: ``code_of_rank``. Others end with 1: scripts know it."""
-    if of_worker:
-        return code_of_rank(error)
-    return 1
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:

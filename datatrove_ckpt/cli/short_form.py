@@ -191,7 +191,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {"prompt", "rollout", "task"}:
         refuse_unknown({name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source)
     job = construct(ShortJob, own, source)
-    _check_place(job, content, source)
+    _check_place(job, source)
     url = "://" in job.run_folder
     root = Path(job.run_folder).expanduser()
     tasks = job.tasks
@@ -265,7 +265,7 @@ def _distribute(content: Node, places: list[tuple[Node, str]], source: str) -> N
     return answer
 
 
-def _check_place(job: ShortJob, content: Node, source: str) -> None:
+def _check_place(job: ShortJob, source: str) -> None:
     places = {name: getattr(job, name) for name in ("slurm", "kubernetes", "jobs") if getattr(job, name) is not None}
     if "jobs" in places and len(places) > 1:
         raise ConfigError(f"{source}: {', '.join(places)}: are different places to run. Give one of them.")
@@ -275,7 +275,6 @@ def _check_place(job: ShortJob, content: Node, source: str) -> None:
     if job.slurm is not None and "partition" not in job.slurm:
         raise ConfigError(f"{source}: slurm: needs a partition of the cluster: {{partition: NAME}}.")
     if "://" in job.run_folder and job.jobs is None:
-        refuse_unknown({name: None for name in content if get_close_matches(name, ["jobs"])}, NAMES, source)
         raise ConfigError(
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. For Hugging Face Jobs, "
             "add `jobs: {}`. For the output alone, give a folder here: --print-config then writes the long form, in "

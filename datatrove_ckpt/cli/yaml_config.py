@@ -359,23 +359,19 @@ def read_argument(text: str, kinds: Sequence[object]) -> object:
     mapping, and ``# {text}`` no comment.
     """
     value = read_value(text)
-    if value is None and text.strip() not in ("", "null", "Null", "NULL", "~"):
-        return text  # "###" is no comment here
     if isinstance(value, dict | list):
         takes_several = any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
         is_meant = takes_several and text.lstrip().startswith(("{", "["))
-        if {str, Any} & {*kinds} and not is_meant:
-            return text
-        return value
-    if str not in kinds:
-        return value
-    if isinstance(value, str):
-        if text.startswith(("'", '"')):
-            return value
+        is_text = not is_meant and not {str, Any}.isdisjoint(kinds)
+    elif isinstance(value, str):
+        is_text = not text.startswith(("'", '"'))
+    elif value is None and text.strip() not in ("", "null", "Null", "NULL", "~"):
+        is_text = True  # "###" is no comment here
+    else:
+        is_text = str in kinds and type(value) not in kinds
+    if is_text:
         return text
-    if type(value) in kinds:
-        return value
-    return text
+    return value
 
 
 def set_at_path(content: JsonObject, override: str, short: type | None = None) -> None:

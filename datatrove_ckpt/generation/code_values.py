@@ -68,13 +68,13 @@ class Plain:
     """
 
     def __init__(self, project: Any, folder: str) -> None:
-        self.parts: dict[str, Any] = {}
+        self.parts: dict[str, object] = {}
         self.code: list[object] = []
         self.is_opaque = False
         self.cause = ""
         self._project = project
         self._folder = folder
-        self._seen: dict[int, Any] = {}  # the objects, too, so that no other gets the id of one
+        self._seen: dict[int, object] = {}  # the objects, too, so that no other gets the id of one
         self._depth = 0
 
     def look(self, owner: object, name: str, value: object, paths: Iterable[Path] = ((),), depth: int = 0) -> Plain:
@@ -93,7 +93,7 @@ class Plain:
             _first[place] = owner, self
         return self
 
-    def _inner(self, owner: object, name: str, value: object) -> Any:
+    def _inner(self, owner: object, name: str, value: object) -> object:
         if name not in self._project.changed or id(value) in self._seen:
             return self.of(value)
         inner = Plain(self._project, self._folder).look(owner, name, value, depth=self._depth)
@@ -102,7 +102,7 @@ class Plain:
         self.cause = self.cause or inner.cause
         return inner.parts[""]
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: Any) -> object:
         kind = type(value)
         if kind is str:
             return self._text(value)
@@ -135,7 +135,7 @@ class Plain:
             value = re.sub(re.escape(self._folder) + r"(?=/|$)", "<folder>", value)
         return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
 
-    def _other(self, value: Any, kind: Any) -> Any:
+    def _other(self, value: Any, kind: Any) -> object:
         if isinstance(value, enum.Enum):
             self._found(kind)
             return f"<{kind.__qualname__}.{value.name}>"

@@ -78,7 +78,6 @@ class FinishedDocuments:
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
         self._causes = Counter[str]()
-        self._most_results = 0
         self.taken = 0
         self.missing = 0
         self.differing = 0
@@ -170,11 +169,6 @@ class FinishedDocuments:
         logger.info(f"finished_from: {names} has {number} in {plural(len(found), 'file')}, which need no request.")
         for cause in causes:
             logger.warning(f"finished_from: not taken over: {cause}.")
-        if 0 < self._most_results < self._rollouts:
-            most = plural(self._most_results, "result")
-            logger.warning(
-                f"finished_from: rollouts_per_document is {self._rollouts}, but no document has over {most}."
-            )
 
     def _files(self, place: str) -> list[_OldFile]:
         path = place.replace("${rank}", f"{self._rank:05d}")
@@ -236,7 +230,6 @@ class FinishedDocuments:
             return None, f"documents without results under {self._metadata_key!r}: dropped, skipped, or not finished"
         if len(results) > self._rollouts:
             return None, f"documents with more results than rollouts_per_document ({self._rollouts})"
-        self._most_results = max(self._most_results, len(results))
         return document, ""
 
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType, TracebackType
-from typing import Any
 
 from datatrove.data import Document
 from datatrove.pipeline.inference import types
 
 import datatrove_ckpt
 from datatrove_ckpt import errors
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import causes, printable
 from datatrove_ckpt.process.task_errors import safe_log
@@ -44,14 +44,14 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
         message: str | Sequence[object],
         document: Document | None = None,
         error: str | BaseException = "",
-        payload: dict[str, Any] | None = None,
+        payload: JsonObject | None = None,
     ) -> None:
         Exception.__init__(self, *([message] if isinstance(message, str) else message))
         self.document = document
         self.error = error
         self.payload = payload
 
-    def __reduce__(self) -> tuple[type[DocumentFailed], tuple[Sequence[object], None, str], dict[str, Any]]:
+    def __reduce__(self) -> tuple[type[DocumentFailed], tuple[Sequence[object], None, str], dict[str, object]]:
         return type(self), (self.args, None, str(self.error)), {"__notes__": list(getattr(self, "__notes__", ()))}
 
 

@@ -339,12 +339,10 @@ class Scheduler:
             if self.drop_media is not None:
                 self.drop_media(document)
             document.metadata[self.metadata_key] = kept
+            data = b"null"
             if kept:
                 self.check_document(document, slot.chunk.index)
-            if kept:
                 data = encode_finished(document, self.metadata_key)
-            else:
-                data = b"null"
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):
                 self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
                 self._raise_if_stopping(answers)

@@ -50,7 +50,7 @@ class ScriptNames(NamedTuple):
     """
 
     file: str | None
-    values: dict[str, Any]
+    values: dict[str, object]
     left: dict[str, str]
 
 
@@ -166,7 +166,7 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-def _parts(thing: object) -> Iterator[Any]:
+def _parts(thing: object) -> Iterator[object]:
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, types.MethodType):

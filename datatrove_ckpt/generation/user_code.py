@@ -142,11 +142,11 @@ def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
 class _Noting:
     """A ``generate``, or a method or model of it, that notes each question and its answer."""
 
-    def __init__(self, generate: Callable[..., Awaitable[Any]], noted: list[list[str]]) -> None:
+    def __init__(self, generate: Callable[..., Awaitable[object]], noted: list[list[str]]) -> None:
         self._generate = generate
         self._noted = noted
 
-    async def __call__(self, asked: object, /, *more: object, **settings: object) -> Any:
+    async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
         self._noted.append(pair := [_question(asked), ""])
         answer = await self._generate(asked, *more, **settings)
         pair[1] = str(getattr(answer, "text", "") or answer)
@@ -233,8 +233,8 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         ) from None
 
 
-def _shown(rollout_fn: Any) -> str:
-    inner = rollout_fn
+def _shown(rollout_fn: Rollout) -> str:
+    inner: object = rollout_fn
     while isinstance(inner, partial):
         inner = inner.func
     name = getattr(inner, "__qualname__", type(inner).__qualname__)

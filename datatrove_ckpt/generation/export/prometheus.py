@@ -1,12 +1,10 @@
 """A rank's metrics for Prometheus, at a port of its process. Needs prometheus-client.
 
-Names and units are as Prometheus wants them: seconds, bytes, and ``_total`` for what only grows. Those counters start
-from zero in each attempt, which Prometheus' ``rate`` and ``increase`` understand. What is summed over all attempts is a
-gauge: after a kill it may be a little lower than before, which would make a counter look as if it had started again.
+Counters (``_total``) start from zero in each attempt, as Prometheus' ``rate`` expects. Sums over all attempts are
+gauges: after a kill they may be a little lower, as if a counter had started again.
 
-Each process has a port of its own, the first free one from ``metrics_port`` on.
-
-A rank that has ended is shown for two more minutes, if its process still runs: Prometheus may look every minute only.
+Each process has a port of its own, the first free one from ``metrics_port`` on. A rank that has ended is shown for two
+more minutes, if its process still runs: Prometheus may look every minute only.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from loguru import logger
 from prometheus_client import CollectorRegistry, start_http_server
@@ -34,12 +32,6 @@ from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread,
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried
 
-_FAMILIES: dict[str, Any] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
-
 PREFIX = "datatrove_ckpt_"
 RANK_LABELS = ("run", "rank")
 STATES = ("starting", "running", "stopping", "done", "stopped", "failed")
@@ -47,7 +39,7 @@ STATES = ("starting", "running", "stopping", "done", "stopped", "failed")
 
 
 class Histogram(NamedTuple):
-    """As Prometheus has it: each upper end with the number of values up to it, and the sum of all values."""
+    """Each upper end with the number of values up to it, and the sum of all values."""
 
     buckets: list[tuple[str, float]]
     sum: float
@@ -57,26 +49,35 @@ class Metric(NamedTuple):
     """A metric of one rank.
 
     Attributes:
-        values: by the values of its own labels, or the only one. None: not known.
-        labels: its own, besides ``RANK_LABELS``.
+        values: by label values, or the only one. None: not known.
+        labels: besides ``RANK_LABELS``.
     """
 
-    kind: Literal["counter", "gauge", "histogram"]
     name: str
     help: str
     values: Mapping[Any, float] | Histogram | float | None
     labels: tuple[str, ...] = ()
 
+    def family(self) -> Family:
+        """Returns an empty family of such metrics. Only what grows is a ``_total``."""
+        kind: Any = GaugeMetricFamily
+        if isinstance(self.values, Histogram):
+            kind = HistogramMetricFamily
+        elif self.name.endswith("_total"):
+            kind = CounterMetricFamily
+        family: Family = kind(PREFIX + self.name, self.help, labels=(*RANK_LABELS, *self.labels))
+        return family
+
 
 @dataclass(frozen=True)
 class RankNow:
-    """Which rank it is, where it works, and how far it is.
+    """A rank now.
 
     Attributes:
-        run: the job's name.
-        job: of Slurm; "" outside of it.
+        run: name of the run.
+        job: of Slurm, or "".
         started_at, now: Unix seconds.
-        ranks: how many the job has.
+        ranks: number of ranks of the run.
         state: one of ``STATES``.
     """
 
@@ -92,7 +93,7 @@ class RankNow:
     spread: Spread
 
     def metrics(self) -> list[Metric]:
-        """The same ones, in the same order, of every rank."""
+        """Returns the same metrics, in the same order, for every rank."""
         total = self.progress
         own = total.own
         seconds = {("inference",): total.seconds.inference, ("total",): total.seconds.total}
@@ -104,117 +105,99 @@ class RankNow:
         where = {(__version__, self.host, self.job): 1.0}
         return [
             Metric(
-                "gauge",
                 "rank_info",
                 "Always 1; its labels tell where the rank works.",
                 where,
                 ("version", "host", "job"),
             ),
             Metric(
-                "gauge",
                 "rank_state",
                 f"1 for the state that the rank is in, one of {', '.join(STATES)}.",
                 states,
                 ("state",),
             ),
-            Metric("gauge", "job_ranks", "How many ranks the job has, those that work nowhere included.", self.ranks),
-            Metric("gauge", "updated_timestamp_seconds", "When these values were read, in Unix seconds.", self.now),
+            Metric("job_ranks", "How many ranks the job has, those that work nowhere included.", self.ranks),
+            Metric("updated_timestamp_seconds", "When these values were read, in Unix seconds.", self.now),
             Metric(
-                "gauge",
                 "attempt_start_timestamp_seconds",
                 "When this attempt of the rank started, in Unix seconds.",
                 self.started_at,
             ),
-            Metric("gauge", "rank_seconds", "Time that all attempts of the rank took.", seconds, ("phase",)),
+            Metric("rank_seconds", "Time that all attempts of the rank took.", seconds, ("phase",)),
             Metric(
-                "gauge",
                 "rank_documents",
                 "Documents that all attempts of the rank have finished.",
                 outcomes,
                 ("outcome",),
             ),
             Metric(
-                "gauge",
                 "rank_requests",
                 "Requests of the documents that all attempts of the rank have finished.",
                 total.documents.requests,
             ),
             Metric(
-                "gauge",
                 "rank_tokens",
                 "Tokens of the documents that all attempts of the rank have finished.",
                 _tokens(total.documents),
                 ("type",),
             ),
-            Metric("gauge", "rank_chunks", "Chunks that all attempts of the rank have committed.", total.chunks),
+            Metric("rank_chunks", "Chunks that all attempts of the rank have committed.", total.chunks),
             Metric(
-                "gauge",
                 "input_done_ratio",
                 "Part of the rank's input that is done, from 0 to 1; missing if not known.",
                 total.position.share,
             ),
-            Metric("counter", "documents_total", "Documents that this attempt has finished.", own.documents),
-            Metric("gauge", "documents_in_progress", "Documents that rollouts work on now.", total.in_work),
+            Metric("documents_total", "Documents that this attempt has finished.", own.documents),
+            Metric("documents_in_progress", "Documents that rollouts work on now.", total.in_work),
             Metric(
-                "counter",
                 "requests_total",
                 "Requests of this attempt that ended at a server.",
                 {("answered",): own.requests, ("failed",): own.failed},
                 ("outcome",),
             ),
-            Metric("gauge", "requests_in_flight", "Requests that servers work on now.", total.in_flight),
+            Metric("requests_in_flight", "Requests that servers work on now.", total.in_flight),
             Metric(
-                "gauge",
                 "requests_waiting",
                 "Requests that wait for a server, a free slot or their next attempt now.",
                 total.waiting,
             ),
             Metric(
-                "gauge",
                 "unanswered_seconds",
                 "For so long servers have answered no request, although some failed.",
                 total.silence.seconds,
             ),
             Metric(
-                "counter",
                 "request_attempts_total",
                 "Times that a request was sent to a server in this attempt.",
                 own.sent,
             ),
             Metric(
-                "counter",
                 "request_retries_total",
                 "Requests sent again in this attempt: after an error, or because their server was lost.",
                 retries,
                 ("cause",),
             ),
             Metric(
-                "counter",
                 "request_errors_total",
                 "Requests of this attempt that failed once, by kind of error.",
                 errors,
                 ("kind",),
             ),
+            Metric("cache_hits_total", "Requests of this attempt that the request cache answered.", own.cached),
             Metric(
-                "counter", "cache_hits_total", "Requests of this attempt that the request cache answered.", own.cached
-            ),
-            Metric(
-                "counter",
                 "tokens_total",
                 "Tokens of this attempt's answers, as servers count them.",
                 _tokens(own),
                 ("type",),
             ),
-            Metric("counter", "server_restarts_total", "Restarts of model servers in this attempt.", own.restarts),
-            Metric("histogram", "request_duration_seconds", "Time from sending a request to its answer.", latency),
+            Metric("server_restarts_total", "Restarts of model servers in this attempt.", own.restarts),
+            Metric("request_duration_seconds", "Time from sending a request to its answer.", latency),
             Metric(
-                "histogram",
                 "request_prompt_tokens",
                 "Prompt tokens of each answer.",
                 _histogram(self.spread.prompt_tokens, 18),
             ),
             Metric(
-                "histogram",
                 "request_completion_tokens",
                 "Completion tokens of each answer.",
                 _histogram(self.spread.completion_tokens, 18),
@@ -238,10 +221,8 @@ def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
 
 
 def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
-    """The metrics of some ranks, each metric once."""
     for same in zip(*[rank.metrics() for rank in ranks], strict=True):
-        kind, name, text, _, labels = same[0]
-        family = _FAMILIES[kind](PREFIX + name, text, labels=(*RANK_LABELS, *labels))
+        family = same[0].family()
         for rank, metric in zip(ranks, same, strict=True):
             of_rank = (rank.run, str(rank.rank))
             if isinstance(metric.values, Histogram):
@@ -262,7 +243,7 @@ GetRank = Callable[[], RankNow]
 
 
 class ShownRanks:
-    """What the port of a process shows: a collector of prometheus-client's registry."""
+    """A collector of prometheus-client's registry."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -283,7 +264,6 @@ class ShownRanks:
                 self._shown[key] = lambda: last, time.monotonic() + _KEEP_ENDED_SECONDS
 
     def collect(self) -> Iterator[Family]:
-        """The ranks that are shown now. One that has ended and started again is there once."""
         with self._lock:
             self._shown = {key: one for key, one in self._shown.items() if one[1] > time.monotonic()}
             shown = list(self._shown.values())
@@ -313,5 +293,5 @@ def _port(process: int, host: str, first: int) -> ShownRanks | None:
 
 
 def metrics_port(host: str, first: int) -> ShownRanks | None:
-    """What this process shows; None, with a warning, if none can be used. A fork has another one."""
+    """Returns the port of this process; None, with a warning, if none can be used. A fork has another one."""
     return _port(os.getpid(), host, first)

@@ -44,7 +44,7 @@ from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_error
 
 
 def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:
-    """Runs what ``build`` has made of a file's content. Returns the exit code.
+    """Runs the executor of a file. Returns the exit code.
 
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
@@ -74,10 +74,9 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Checks that no other number of tasks was begun with.
-
+    """
     Raises:
-        CheckpointMismatch: it names the number.
+        CheckpointMismatch: the run has another number of tasks.
     """
     for step, root in plan.kept:
         if root.is_dir() and rank_numbers(root):
@@ -85,7 +84,6 @@ def _check_tasks(plan: RunPlan) -> None:
 
 
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
-    """Checks, runs, and turns errors and signals into messages and exit codes."""
     started = False
     interruption = Interruption([name for runner in plan.runners for name in runner.step.drain_signals])
     try:
@@ -148,7 +146,6 @@ def _work(executor: LocalPipelineExecutor) -> None:
 
 
 def _warn_of_hub(plan: RunPlan) -> None:
-    """Warns as ``doctor`` does of commits to the hub that take days."""
     for runner in plan.runners:
         for finding in check_rules_of_hub(Look(plan), runner.step):
             if finding.state == "warning":
@@ -156,7 +153,7 @@ def _warn_of_hub(plan: RunPlan) -> None:
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
-    """Runs the executor, or submits it, and prints the last line. Returns the number of dead letters that are left."""
+    """Runs or submits the executor, and prints the last line. Returns the number of dead letters that are left."""
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
@@ -221,7 +218,7 @@ def _retry_dead_letters(plan: RunPlan) -> None:
 
     Raises:
         ConfigError: a rank is not complete; datatrove would mark it as complete although its input is not done.
-        CheckpointMismatch: see ``_check_tasks``. Then the ranks that are not complete are not those of the run.
+        CheckpointMismatch: see ``_check_tasks``.
     """
     _check_tasks(plan)
     incomplete = plan.incomplete(skip_completed=True)
@@ -236,24 +233,18 @@ def _retry_dead_letters(plan: RunPlan) -> None:
 
 # signals --------------------------------------------------------------------------------------------------------------
 
-# What the command does on a signal: it lets every rank save what it has, and ends with one line.
-#
 # ``process/preemption.py`` handles signals in a rank, ``process/workers.py`` in the process that waits for workers.
 # Before and after them, and in datatrove's own executors, a signal is an exception.
-
 
 _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _TO_END = 10.0  # seconds for all that datatrove's executors left behind
 
 
 class Interruption:
-    """``with Interruption(signals) as interruption:`` around what a command does.
-
-    Signals that would end this process on the spot raise KeyboardInterrupt instead: whatever ends in good order on
-    Ctrl-C does so on these, too.
+    """Signals that would end this process raise KeyboardInterrupt instead.
 
     Args:
-        signals: names of further signals than SIGINT, SIGTERM and SIGHUP.
+        signals: names, besides SIGINT, SIGTERM and SIGHUP.
 
     Attributes:
         number: the signal that came.
@@ -288,7 +279,6 @@ class Interruption:
 
 
 def _end_children() -> None:
-    """Those of datatrove's pools that a second signal left."""
     children = multiprocess.active_children()
     for child in children:
         child.terminate()

@@ -6,8 +6,7 @@
     podFailurePolicy    what follows from the exit codes of ``run --worker`` (``cli/execution.py``)
 
 The controller starts an index's next pod when the last one has ended, with the same host name: so others see at once
-that the last one's claims are free. If a node only seems to be gone, the mirror or the lock tells which of two pods
-goes on.
+that its claims are free. If a node only seems to be gone, the mirror or the lock decides which pod resumes.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
 
 
 def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
-    """The section of a job's content; checks that a drain ends before the grace period.
+    """Builds the section, and checks that a drain ends before the grace period.
 
     Raises:
         ConfigError: a mistake in it, or too little time.
@@ -152,7 +151,7 @@ def _name(job: KubernetesJob, source: str, workers: int) -> str:
 
 
 def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
-    """With the job's file, and the user's own modules that building it has imported, as far as there is room.
+    """Returns the job's file, and the user's own modules, as far as there is room.
 
     Raises:
         ConfigError: the file is too large.
@@ -174,7 +173,7 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
 
 
 def _texts(files: dict[str, Path], most: int) -> dict[str, str]:
-    """By key of a ConfigMap; none if they have more bytes, or one is no text, or its name cannot be a key."""
+    """Returns texts by key of a ConfigMap; none if one cannot be there, or they are too large."""
     keys = {name: name.replace("/", "..") for name in files}
     fit = all(".." not in name and _KEY.fullmatch(key) for name, key in keys.items())
     if not fit or sum(path.stat().st_size for path in files.values()) > most:
@@ -253,7 +252,6 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node, workers: int) -> N
 
 
 def _gpus(plan: RunPlan) -> int:
-    """Of one worker."""
     configs = [config for runner in plan.runners for config in runner.step.models.values()]
     leased = (config.gpus_each * config.replicas for config in configs if config.engine.leases_gpus)
     return sum(leased) + sum(config.gpus or 0 for config in configs if not config.engine.leases_gpus)

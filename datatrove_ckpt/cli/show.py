@@ -1,7 +1,4 @@
-"""``datatrove-ckpt show``: prints documents with their answers; and ``run --sample``, which has none but its own.
-
-Exit codes: 0 something is shown; 1 nothing is, or it cannot be read; 2 a mistake on the command line.
-"""
+"""``datatrove-ckpt show``, ``run --sample`` and ``report``."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _say_what_else(place: Place, shown: int, asked: int) -> None:
-    """What there is besides the documents that were shown."""
     state = read_run_state(place)
     written = state.together.counts.written
     if written > shown > 0:
@@ -121,11 +117,6 @@ def _described(number: int, one: ShownDocument, title: str, most: int | None, ou
 
 def _wrapped(text: str, width: int) -> list[str]:
     return [part for line in text.splitlines() for part in textwrap.wrap(line, width, replace_whitespace=False) or [""]]
-
-
-# ``datatrove-ckpt report``: writes one HTML page about a run.
-#
-# Exit codes: 0 the page is written; 1 it could not be; 2 a mistake on the command line.
 
 
 def report(arguments: argparse.Namespace) -> int:

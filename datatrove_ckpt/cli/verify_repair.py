@@ -1,8 +1,4 @@
-"""``datatrove-ckpt verify`` and ``repair``: what they print, and how they end.
-
-Exit codes: 0 no problem found, everything finished; 1 there are problems (repair: some could not be repaired); 2 a
-mistake on the command line; 3 (verify) no problem found, but not finished.
-"""
+"""``datatrove-ckpt verify`` and ``repair``: what they print, and how they end."""
 
 from __future__ import annotations
 

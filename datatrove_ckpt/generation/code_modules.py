@@ -1,8 +1,6 @@
 """The user's modules: where they are, what binds their names and changes them, and what differs at each start.
 
 Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one module.
-
-This module imports only the standard library: a test runs it alone on every Python that it finds.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Binding(NamedTuple):
 
 
 class Source:
-    """A parsed file, or the cells of a notebook; without what this Python cannot parse.
+    """A parsed file, or the cells of a notebook.
 
     Attributes:
         bindings: of its names, in order.
@@ -182,10 +180,10 @@ source_of = functools.lru_cache(maxsize=512)(Source)
 
 
 class Module:
-    """A file of the user, or the cells of a notebook, and what this process has of it.
+    """A file of the user, or the cells of a notebook.
 
     Args:
-        namespace: its globals; empty: they are not looked at, because other processes may not have loaded it.
+        namespace: its globals; empty: other processes may not have loaded it.
     """
 
     def __init__(self, name: str, file: str, namespace: Mapping[str, Any], documented: bool) -> None:

@@ -4,7 +4,7 @@
 fail with ``SystemError``. All parsing of the package happens here, behind one lock. Other code may parse, too (loguru
 does), so such an error is also tried again.
 
-This module imports only the standard library: a test runs it alone on every Python that it finds.
+The modules ``code_*`` import only the standard library: a test runs them on every Python that it finds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """What a part of a file uses: its names with what is taken of them, its texts, and what it changes.
 
 Python's compiler tells which names are globals.
-
-This module imports only the standard library: a test runs it alone on every Python that it finds.
 """
 
 from __future__ import annotations
@@ -45,12 +43,12 @@ class Uses:
     """What a part of a file uses.
 
     Args:
-        documented: docstrings and hints count. Else they are removed.
+        documented: docstrings and hints count.
 
     Attributes:
-        names: that are not local, and those of enclosing functions.
-        changed: names and attributes of which it changes what they stand for.
-        words: all names, attributes and texts. texts: the short ones.
+        names: globals, and variables of enclosing functions.
+        changed: names and attributes whose values it changes.
+        words: names, attributes and short texts.
     """
 
     def __init__(self, node: ast.AST, documented: bool = True) -> None:

@@ -1,7 +1,4 @@
-"""Values of the user's code as JSON, the same in every process; and which names give another value at each start.
-
-This module imports only the standard library: a test runs it alone on every Python that it finds.
-"""
+"""Values of the user's code as JSON, the same in every process; and which names give another value at each start."""
 
 from __future__ import annotations
 
@@ -57,14 +54,14 @@ class Plain:
     """Writes values as JSON.
 
     Args:
-        project: says what is the user's, what of it differs at each start, and what the rollout changes.
-        folder: of the project, which may be somewhere else next time.
+        project: a ``code_modules.Project``.
+        folder: of the project; may differ at the next start.
 
     Attributes:
-        parts: what was looked at, by its path.
+        parts: JSON values, by path.
         code: the user's functions, classes and modules in the values.
         is_opaque: there are objects of libraries, of which only the type is known.
-        cause: why they differ at each start.
+        cause: why the values differ at each start.
     """
 
     def __init__(self, project: Any, folder: str) -> None:

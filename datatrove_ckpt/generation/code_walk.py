@@ -11,7 +11,7 @@ Modules are found and parsed, never imported. Installed packages do not count. W
 a counter) counts as this process saw it first.
 
 Fields are named without modules, so that a helper may move to another module. Of two things of one name, the second has
-a number. This module imports only the standard library: a test runs it alone on every Python that it finds.
+a number.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def is_bytecode(value: object) -> bool:
 
 
 class Description(NamedTuple):
-    """What the user's code is.
+    """Describes the user's code.
 
     Attributes:
-        fields: plain values, by name.
         notes: what each field is about.
-        own: those fields that describe what a pickle holds by value.
-        counts: how many things of one name are among them.
-        edges: what that uses of modules that can be imported.
-        state: the names of what it changes. documented: docstrings and hints count.
+        own: the fields that describe what a pickle holds by value.
+        counts: how many things of one name are in ``own``.
+        edges: what ``own`` uses of modules that can be imported.
+        state: the names of what the code changes.
+        documented: docstrings and hints count.
         left: what is not compared, and why.
     """
 
@@ -114,7 +114,7 @@ class Walk:
     # from name to name -----------------------------------------------------------------------------------------------
 
     def _take(self, found: _Found, module: Module, node: ast.AST, runs: bool, closed: Iterable[str] = ()) -> list[Name]:
-        """Joins a part of a module, and follows what it names. Returns what it uses of enclosing functions."""
+        """Adds a part of a module, and follows its names. Returns what it uses of enclosing functions."""
         uses = module.source.uses(node)
         found.texts.append(module.source.text(node))
         found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))], module.folder)
@@ -232,7 +232,6 @@ class Walk:
                 self._add(found, function, name, value, module.folder, cause=cause)
 
     def _reach_all(self, origin: _Found, plain: Plain) -> None:
-        """Follows the user's functions, classes and modules in values."""
         for thing in plain.code:
             if isinstance(thing, types.FunctionType | type):
                 plain.is_opaque |= not self._code(origin, thing)
@@ -417,11 +416,7 @@ class Walk:
 
 
 def describe(things: Mapping[str, object], before: Description | None = None) -> Description:
-    """Describes what begins at these functions and objects, by their field.
-
-    Args:
-        before: of a pickle: what came by value is described as it says.
-    """
+    """Describes functions and objects, by their field. ``before``: describes what a pickle brought by value."""
     known = (frozenset[str](), False)
     if before is not None:
         known = (before.state, before.documented)

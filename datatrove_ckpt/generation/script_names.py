@@ -44,9 +44,7 @@ class ScriptNames(NamedTuple):
     """Part of a pickle.
 
     Attributes:
-        file: of the script.
-        values: by name.
-        left: names that stay behind, each with the reason.
+        left: why names stay behind, by name.
     """
 
     file: str | None
@@ -86,7 +84,6 @@ def collect(*things: object) -> ScriptNames | None:
 
 
 def restore(names: ScriptNames) -> None:
-    """Gives the script's names to functions that were unpickled here."""
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) == names.file:
         return
@@ -158,7 +155,6 @@ def carries() -> bool:
 
 
 def say_left(names: ScriptNames) -> None:
-    """Logs what stays behind, where the job is made."""
     for name, reason in names.left.items():
         logger.warning(
             f"The script's {name} is not pickled with the job, because {reason}. If the rollout needs it, let it "

@@ -45,7 +45,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class NotAwaitable(ConfigError):
-    """A rollout returned something that cannot be awaited. No document of the run can succeed."""
+    """A rollout returned something that cannot be awaited."""
 
 
 def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
@@ -81,7 +81,7 @@ def check_first(rollout_fn: Rollout, document: Document) -> None:
 
 
 async def try_media(rollout_fn: Rollout, document: Document) -> None:
-    """Makes what a ready-made rollout would send of the document's pictures, sound and files.
+    """Encodes the media of the first document.
 
     Raises:
         ConfigError: it cannot.
@@ -168,7 +168,7 @@ def _question(payload: Any) -> str:
 
 
 class _Call(partial[Any]):
-    """A call of the user's function. Tracebacks do not show its arguments, which may be secrets."""
+    """A call of the user's function whose ``repr`` has no arguments, which may be secrets."""
 
     def __repr__(self) -> str:
         return _shown(self.func)

@@ -6,8 +6,7 @@
     model: HuggingFaceTB/SmolLM2-1.7B-Instruct
 
 Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can stand beside these by
-its name, in the file and on the command line. What the form does not say is chosen from the input and the machine. A
-run that has begun keeps its number of tasks.
+its name. The other settings follow from the input and the machine. A run that has begun keeps its number of tasks.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffi
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 READERS = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
 _MOST_TASKS = 100
-_LEAST_BYTES = 1 << 22  # of a task on this machine: a chunk or two, by far longer than the start of a task takes
+_LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
 
     Args:
         source: where the settings are, for messages.
-        only_look: at a run, whose input and prompt file may be gone. The input is not listed, so its reader may have
-            no class.
+        only_look: the input and prompt file may be gone. The input is not listed, so its reader may have no class.
 
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
@@ -318,24 +316,19 @@ def run(
     for name, value in content.items():
         if isinstance(value, Path):
             content[name] = str(value)
-    with entered(Door(form="run()")):
-        _run(content)
-    is_url = "://" in str(run_folder)
-    if is_url:
-        return f"{str(run_folder).rstrip('/')}/output"
-    return Path(run_folder, "output").expanduser()
-
-
-def _run(content: Node) -> None:
     from datatrove_ckpt.cli.what_helps import advise  # slow to import
     from datatrove_ckpt.preflight.run_plan import RunPlan
 
-    executor = build(expand(content, "run()"))
-    try:
-        executor.run()
-    except CkptError as error:
-        advise(error, RunPlan(executor))
-        raise
+    with entered(Door(form="run()")):
+        executor = build(expand(content, "run()"))
+        try:
+            executor.run()
+        except CkptError as error:
+            advise(error, RunPlan(executor))
+            raise
+    if "://" in str(run_folder):
+        return f"{str(run_folder).rstrip('/')}/output"
+    return Path(run_folder, "output").expanduser()
 
 
 def _node(class_path: str, **arguments: object) -> Node:
@@ -429,7 +422,7 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and not job.is_elsewhere):
-        # It is quantised, so its name is not that on GPUs: a run that began with one must not go on with the other.
+        # It is quantised, so its name differs: the same run must not continue on GPUs.
         on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
         config |= {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
         return config | {"model_max_context": 4096, "max_concurrent_generations": 4}

@@ -61,7 +61,7 @@ ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)
-# With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
+# With 0 of these, datatrove reports success and does nothing. The values say what -1 stands for.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
 
 # a file ---------------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class _Description:
     def __call__(self, value: object) -> str:
         try:
             return _named(value, self._facts(value))
-        except Exception:  # a damaged image, a closed decoder: the rollout may not even look at it
+        except Exception:  # a damaged image, a closed decoder
             return _named(value)
 
     def _facts(self, value: object) -> str:

@@ -6,8 +6,8 @@ Each text has its cache key, its row, its counters and its errors, as if it had 
     it is full, or 5 ms old                                   it is sent
     answered                                                  each text has its vector, by index, and its share of the
                                                               tokens: the sum is the request's
-    rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at fault is alone:
-    are answered                                              that is rejected, or retried, as any request
+    rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at fault is alone
+    are answered
     in flight at several deaths of its server                 its texts are sent alone, in quarantine
     no request can be answered                                each text has the error, and the first stops the rank
     a document is cancelled                                   its text leaves; a request without texts is cancelled

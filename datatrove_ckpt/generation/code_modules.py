@@ -73,7 +73,7 @@ class Source:
             self._collect(self._trees[file].body, ())
 
     def statements(self, name: str) -> list[Binding]:
-        """Returns the statements that bind a name, except imports, and then those that change what it stands for."""
+        """Returns the statements that bind a name, except imports, and then those that change its value."""
         found = [*self.bindings.get(name, []), *self.changes.get(name, [])]
         return list(dict.fromkeys(one for one in found if one.imported is None))
 
@@ -121,7 +121,7 @@ class Source:
         return self._text[node]
 
     def _is_for_library(self, node: ast.AST) -> bool:
-        """Returns whether an installed package decorates a definition, or gives its base: it may read the docstring."""
+        """Returns whether an installed package, which may read docstrings, decorates or is a base of a definition."""
         around = [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]
         bound = [one.imported for part in around for one in self.imports("".join(dotted(part)[:1]))]
         packages = {one.module.partition(".")[0] for one in bound if not one.level}
@@ -224,10 +224,7 @@ def _file(module: str) -> str | None:
 
 
 def is_of_user(file: str | None, module: str | None) -> bool:
-    """Whether a file is not of an installed package, the standard library or this package.
-
-    Text that is compiled without a file ("<string>": methods that ``dataclass`` makes) belongs to no package.
-    """
+    """Returns whether a file is not of an installed package, the standard library or this package."""
     if file is None or str(module).partition(".")[0] in PIPELINE:
         return False
     return bool(_CELL.match(file)) or not (file.startswith(("<", _STANDARD_LIBRARY)) or _PACKAGES.search(file))

@@ -7,11 +7,8 @@
     another variable     counts by its source; functions and objects of the user in its value join
     what differs at each start or on each machine (time, chance, a pid) counts by its source, and is named
 
-Modules are found and parsed, never imported. Installed packages do not count. What the rollout itself changes (a cache,
-a counter) counts as this process saw it first.
-
-Fields are named without modules, so that a helper may move to another module. Of two things of one name, the second has
-a number.
+Installed packages do not count. What the rollout itself changes (a cache, a counter) counts as this process saw it
+first. Fields are named without modules, so that a helper may move. Of two things of one name, the second has a number.
 """
 
 from __future__ import annotations
@@ -254,7 +251,7 @@ class Walk:
         place: Any = thing
         own = origin.own
         if isinstance(thing, types.FunctionType):
-            # dill makes a copy of a function. Two of one factory have the same code, and other things around it.
+            # dill copies functions. Two functions of one factory have the same code, and other cells.
             around_it = [id(one) for _, one in cells(thing) if isinstance(one, list | dict | set)]
             place = (fingerprint(thing), *around_it)
             own = module.travels or (own and not is_importable(thing))

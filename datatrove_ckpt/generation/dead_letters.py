@@ -223,5 +223,5 @@ def _untaken(rank_folder: Path, passes: list[DeadLetterPass]) -> list[Letter]:
     folders = [rank_folder, *(retry._folder for retry in passes)]
     letters = [letter for folder in folders for letter in read_letters(folder / DEAD_LETTERS)]
     untaken = [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]
-    # Letters are in the order in which chunks were committed, which differs from run to run.
+    # Chunks are committed in any order.
     return sorted(untaken, key=lambda letter: (letter["ordinal"], letter["attempts"]))

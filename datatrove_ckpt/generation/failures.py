@@ -119,7 +119,7 @@ class Failures:
         return self.on_document_error == "dead_letter"
 
 
-# How datatrove's own errors begin, and those that rollouts make in their likeness.
+# How datatrove's own errors begin.
 _BAD_REQUEST = re.compile(r"(Got )?BadRequestError\b")
 
 
@@ -175,7 +175,7 @@ def _stop(name: str, cause: str, error: BaseException, document: Document, rule:
     raise DocumentFailed(message, document, error) from error
 
 
-# How vLLM, SGLang, llama.cpp and OpenAI word it. The words choose a hint, never what happens.
+# As vLLM, SGLang, llama.cpp and OpenAI word it. The words only choose a hint.
 _TOO_LONG = re.compile(
     r"context.(length|size|window)|max(imum)?.(model|context|sequence|input).len|exceed_context_size"
     r"|longer than the (model|maximum)",

@@ -4,9 +4,9 @@ The old output is of datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, wit
 Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row belongs to the document that has
 its id, its text and its metadata, but for what the rollout added and for the path of the input file.
 
-Each start of a rank reads the old output again, so no crash leaves a state. The metadata of the rows is copied to a
-temporary file that has no name, because gzip cannot seek, S3 is slow, and datatrove's rows are in no order. In memory
-are 16 bytes for each row, 40 while they are sorted.
+Each start of a rank reads the old output again, so no crash leaves a state. The rows are copied to a temporary file
+without a name: gzip cannot seek, and datatrove's rows are in no order. In memory are 16 bytes for each row, 40 while
+they are sorted.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class FinishedDocuments:
         for old in rows:
             if not self._differing(document.metadata, old):
                 self.taken += 1
-                # JSON has lost types that the document has as it was read. What the rollout removed stays away.
+                # JSON has lost types that the document has as it was read.
                 for name in old.keys() & document.metadata.keys() - {self._metadata_key}:
                     old[name] = document.metadata[name]
                 old[self._metadata_key] = [_result(result) for result in old[self._metadata_key]]

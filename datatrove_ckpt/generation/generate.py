@@ -66,7 +66,7 @@ from datatrove_ckpt.rollouts.media import media_key, split_media
 _Arguments = TypeVarTuple("_Arguments")
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
-# Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
+# The hash of a payload with one of these depends on the order of the keys inside.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 _GENERATING = (CHAT, COMPLETIONS)
 _MOST_SIZES = 1000  # params may be others for each document
@@ -101,7 +101,7 @@ class Model:
 
 
 class RankContext(Protocol):
-    """What a request needs from its rank. See ``Scheduler``."""
+    """The ``Scheduler``, for a request."""
 
     models: dict[str, Model]
     model: Model
@@ -119,7 +119,7 @@ class Answers:
 
     Attributes:
         rejections: its requests that the server has rejected.
-        failure: stops the rank, whatever its rollouts do with the error that they see.
+        failure: stops the rank.
     """
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
@@ -187,7 +187,7 @@ class Requests:
         self.last_payload: Payload = {}
         self.failed = 0
         self.tokens: list[int] = []
-        """Prompt and completion tokens of each answer in turn."""
+        """Prompt and completion tokens of each answer."""
         self.cut_off = self.empty = 0
         """Answers that ended at max_tokens, and answers without a text, or with a vector of zeros."""
         self._rank = rank
@@ -205,7 +205,7 @@ class Requests:
         if model is None:
             named = ", ".join(filter(None, self._rank.models)) or 'none: config={"judge": ...} names models'
             raise AttributeError(f"generate has no {name!r}, and the models of this run are {named}")
-        # Not kept: the two would refer to each other, and only the garbage collector could free them.
+        # Not kept: only the garbage collector could free a reference cycle.
         return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
 
     def __call__(self, payload: Payload, *, path: str | None = None) -> Asked[Result]:
@@ -245,7 +245,7 @@ class Requests:
         config = self._config
         generates = way in _GENERATING
         own = self._of or self
-        # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
+        # The order in which datatrove sends: engines answer in the order of a schema.
         payload = {**payload, "model": config.model_name_or_path}
         if generates:
             for name, value in config.default_generation_params.items():
@@ -265,7 +265,7 @@ class Requests:
             slot = self._answers.slot
             sent["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(sent, way))
-        # Before any await: the rollout may change a list in its payload while it waits for the answer.
+        # Before any await: the rollout may change its payload while it waits.
         body = _body(sent)
         own.last_hash = key.payload_hash
         own.last_payload = payload
@@ -294,7 +294,7 @@ class Requests:
         return result
 
     def count_finished(self, result: object) -> None:
-        """Counts a result of an old output, if it is an answer, like an answer of the request cache."""
+        """Counts an answer of an old output like an answer of the request cache."""
         if isinstance(result, Result):
             self._rank.observer.own.cached += 1
             self._count(result, self._usual)
@@ -445,7 +445,7 @@ class Requests:
         if isinstance(texts, str):
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
         asked = [self._ask("embed", (text,), params) for text in texts]
-        # All of them, also if one fails: the request cache has the others when the document is retried.
+        # All of them: if one fails, the request cache has the others when the document is retried.
         answers = await asyncio.gather(*asked, return_exceptions=True)
         vectors = []
         for answer in answers:

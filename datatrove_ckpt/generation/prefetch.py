@@ -1,7 +1,7 @@
 """Reads a rank's documents in a thread, ahead of the event loop, and passes them on in batches.
 
-One switch to a thread and back costs more than reading a document (measured: 90 % of datatrove's resume time). So the
-thread fills a small buffer, which the event loop takes whole when it is woken.
+A switch to a thread costs more than reading a document (90 % of datatrove's resume time). So the thread fills a small
+buffer, which the event loop takes whole.
 
 A resume may seek to a document's position only if all documents before it came earlier, and all later ones come later.
 A step that reorders or splits documents breaks this order. So a position is used only after the next document has come
@@ -45,8 +45,7 @@ from datatrove_ckpt.readers.step_records import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
 
 # After a resume that seeks, a step sees only the remaining documents: a step that counts, samples or removes duplicates
-# would give another result. So only the steps listed here are trusted. They were read: each looks at one document at a
-# time.
+# would give another result. Each of the steps listed here looks at one document at a time.
 
 
 _READERS = (HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
@@ -110,8 +109,8 @@ def _is_stateless(step: object) -> bool:
 
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
-_LARGE = 2**16  # bytes of a document whose text and media are kept once, and not again in its bytes as it was read
-# How long a document waits for the next one, which tells whether a resume may start after it.
+_LARGE = 2**16  # bytes of a document whose text and media are kept once
+# How long a document waits for the next one, which shows whether a resume may start after it.
 _HOLD_SECONDS = 0.5
 
 
@@ -213,7 +212,7 @@ class DocumentSource:
         return self._reading.skipped
 
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
-        """Yields the documents that are not done, in order. Seeks to the first, or skips documents by reading them.
+        """Yields the documents that are not done, in order. Skips the others by seeking or reading.
 
         Raises:
             CheckpointMismatch: the input is shorter than it was, or another one.
@@ -222,7 +221,7 @@ class DocumentSource:
         self._first = point.next_ordinal
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        # A daemon, because a blocked reader must not keep a failed process running. In the rank's context, for its log.
+        # A daemon: a blocked reader must not keep a failed process running. In the rank's context, for its log.
         work = copy_context().run
         threading.Thread(target=work, args=(self._run, point), name="datatrove-ckpt reader", daemon=True).start()
         ended = False

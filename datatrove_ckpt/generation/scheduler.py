@@ -89,7 +89,7 @@ class DocumentLimit:
         if size > _SMALL:
             await self._bytes.acquire(size)
         while self._in_work >= self._size:
-            # One wake-up for all that end in one turn of the event loop: a semaphore has one for each.
+            # One wake-up for each turn of the event loop: a semaphore has one for each document.
             self._room = asyncio.get_running_loop().create_future()
             await self._room
         self._room = None
@@ -123,7 +123,7 @@ class DocumentLimit:
 
 Served = tuple[CompletionClient, Callable[[], Awaitable[None]]]
 Connect = Callable[[InferenceConfig], AbstractAsyncContextManager[Served]]
-"""Starts a model's servers; gives a client, and a coroutine function that raises when they die."""
+"""Starts a model's servers; yields a client, and a coroutine function that raises when they die."""
 
 
 # Room on the disk may come back without any progress of this rank.
@@ -187,7 +187,7 @@ class Scheduler:
         self.checkpoint.on_change = lambda: call_soon(self._loop, self._changed)
         self.observer.reading(documents)
         if self.checkpoint.resumed.interrupted:
-            self._server_needed.set()  # the server can load its model while a reader that cannot seek counts
+            self._server_needed.set()  # the server loads its model while a reader that cannot seek counts
         async with asyncio.TaskGroup() as background:
             serving = {background.create_task(self._serve(model)): model for model in self.models.values()}
             background_tasks = [
@@ -196,7 +196,7 @@ class Scheduler:
                 background.create_task(stop_when_requested(self, [*serving])),
                 background.create_task(self.shutdown.failed()),
             ]
-            # All waits are inside this block: an error that ends one must abort before any document is cancelled.
+            # An error that ends a wait must abort before any document is cancelled.
             try:
                 await self._admit_all(documents)
                 host = host_loop()
@@ -291,7 +291,7 @@ class Scheduler:
         await asyncio.wait([self._change], timeout=at_most_seconds)
 
     async def wait_for_storage(self) -> None:
-        # next_change would wake thousands of waiting requests every few milliseconds, only to let them wait again.
+        # next_change would wake thousands of waiting requests every few milliseconds.
         while self.checkpoint.congested:
             await asyncio.shield(self._storage_free)
 
@@ -397,8 +397,7 @@ class Scheduler:
 
 # The tasks of documents -----------------------------------------------------------------------------------------------
 #
-# ``asyncio.TaskGroup`` waits without a limit for a task that swallows its cancellation. A rank must end all the same,
-# before Slurm kills it, so it leaves such tasks behind.
+# ``asyncio.TaskGroup`` waits without end for a task that swallows its cancellation. A rank leaves such tasks behind.
 
 # Seconds between two cancellations. A rollout has their sum for its clean-up.
 _PATIENCE = (0.2, 0.8, 2.0, 2.0)
@@ -462,7 +461,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     shutdown = rank.shutdown
     checkpoint = rank.checkpoint
     await shutdown.requested()
-    # From now on no document is admitted, and the router sends no request: both look at the shutdown.
+    # No document is admitted, and the router sends no request: both look at the shutdown.
     models = [model for model in rank.models.values() if model.client.done()]
     clients = [model.client.result() for model in models]
     in_flight = sum(client.stats.in_flight for client in clients)
@@ -484,18 +483,18 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
         shutdown.late = not await shutdown.wait_for(_drained(rank, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
-    except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks, those of requests among them
+    except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks
         shutdown.given_up = _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
         raise
     shutdown.given_up = _left(clients) - lost
-    # 2. Documents that are left end unrecorded. First the state: a cancelled rollout is no failure of its document.
+    # 2. Other documents end unrecorded. First the state: a cancelled rollout is no failure of its document.
     shutdown.abort()
     if shutdown.failure is not None:
         await shutdown.failed()
-    if clients:  # else they were cancelled above; a second time would cut their end off
+    if clients:  # else they were cancelled above
         _cancel(serving)
     await rank.documents.end(shutdown.is_fast)
-    # 3. Servers end meanwhile: by themselves if the drain was in time, else they are killed.
+    # 3. Servers end: by themselves if the drain was in time, else they are killed.
     with shutdown.closing():
         await asyncio.wait(serving)
         # 4. What was handed over is written, the mirror gets its last version, and another process may have the rank.

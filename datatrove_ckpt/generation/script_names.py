@@ -7,8 +7,8 @@ carries what its functions name.
     imports the script (multiprocess)    nothing: the names are there, or are not (``nothing_carried``)
     is another one                       ``__main__`` gets the names; it has begun and needs its own no more
 
-Ray's pickles bring the names themselves. What is or holds a secret stays behind, since others may read a pickle's file.
-To find secrets wherever they sit, a pickle is made without keeping it, and its objects are looked at.
+Ray's pickles bring the names themselves. What is or holds a secret stays behind: others may read a pickle's file. To
+find secrets, a value is pickled to nowhere, and each object is checked.
 
     a value                                           is a secret
     with the form of a key (sk-..., hf_..., AKIA...)  always
@@ -21,6 +21,7 @@ To find secrets wherever they sit, a pickle is made without keeping it, and its 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import types
@@ -53,10 +54,7 @@ class ScriptNames(NamedTuple):
 
 
 def collect(*things: object) -> ScriptNames | None:
-    """Returns the names of the script that these functions and objects use, by themselves or through each other.
-
-    None if no name is used, or if a value is being looked at that holds the step itself.
-    """
+    """Returns the names of the script that these functions and objects use, directly or not; None if there are none."""
     main = sys.modules["__main__"]
     if not carries():
         return None
@@ -98,11 +96,7 @@ def restore(names: ScriptNames) -> None:
 
 
 def say_missing(*things: object, sent: bool) -> None:
-    """Logs which modules of the job only this script finds: Python puts a script's folder on its path.
-
-    Args:
-        sent: ``own_modules`` go along with the tasks.
-    """
+    """Logs which modules of the job only this script finds. ``sent``: ``own_modules`` go along with the tasks."""
     if sent:
         along = {*own_modules(), "datatrove", "datatrove_ckpt"}
     else:
@@ -211,23 +205,6 @@ def _stays(name: str, value: object) -> str:
 # secrets in a pickle --------------------------------------------------------------------------------------------------
 
 
-class _Sink:
-    """The file of a pickle that is not kept. Notes which of some texts pass through."""
-
-    def __init__(self, texts: Mapping[bytes, str]) -> None:
-        self._texts = texts
-        self._tail = b""
-        self._longest = max(map(len, texts), default=0)
-        self.found: dict[str, None] = {}
-
-    def write(self, data: bytes) -> None:
-        if not self._longest:
-            return
-        data = self._tail + bytes(data)
-        self.found |= {name: None for text, name in self._texts.items() if text in data}
-        self._tail = data[-self._longest :]
-
-
 def secrets_in(name: str, value: object) -> list[str]:
     """Returns the places of secrets in what a pickle of this value holds by value, as words for a message.
 
@@ -239,14 +216,11 @@ def secrets_in(name: str, value: object) -> list[str]:
     import dill  # type: ignore[import-untyped]
 
     look = _Look(name)
-    sink = _Sink({value.encode(): variable for variable, value in environment_secrets(is_surely_secret).items()})
-    pickler = dill.Pickler(sink)
-    pickler.persistent_id = look  # called with each object that is written
-    pickler.dump(value)
-    places = dict.fromkeys(look.places())
-    if not places:
-        places = {f"the value of the environment variable {variable}": None for variable in sink.found}
-    return list(places)
+    with Path(os.devnull).open("wb") as nowhere:
+        pickler = dill.Pickler(nowhere)
+        pickler.persistent_id = look  # called with each object that is written
+        pickler.dump(value)
+    return list(dict.fromkeys(look.places()))
 
 
 class _Look:
@@ -261,6 +235,8 @@ class _Look:
         self._codes: set[int] = set()
         self._places: list[str] = []
         self._unnamed = False
+        self._variables = {text.encode(): name for name, text in environment_secrets(is_surely_secret).items()}
+        self._of_variables: list[str] = []
 
     def __call__(self, thing: object) -> None:
         if id(thing) in self._objects:
@@ -268,6 +244,9 @@ class _Look:
         self._objects[id(thing)] = thing
         if isinstance(thing, str | bytes | bytearray):
             self._unnamed |= is_surely_secret("", thing)
+            if isinstance(thing, str):
+                thing = thing.encode("utf-8", "surrogatepass")
+            self._of_variables += [name for text, name in self._variables.items() if text in thing]
         elif isinstance(thing, dict):
             owner = self._owners.get(id(thing), self._name)
             if owner and not _is_of_module(thing):
@@ -291,7 +270,9 @@ class _Look:
                 found += [
                     f"{function.__qualname__}({name}=)" for name, value in _variables(function) if _holds(name, value)
                 ]
-        yield from found or ([f"a text in {self._name}"] if self._unnamed else [])
+        if self._unnamed and not found:
+            found = [f"a text in {self._name}"]
+        yield from found or [f"the value of the environment variable {name}" for name in self._of_variables]
 
     def _of_object(self, thing: object) -> None:
         if isinstance(thing, Veil):

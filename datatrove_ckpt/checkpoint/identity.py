@@ -502,10 +502,7 @@ def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
     folders = [", or choose ", StartOver(), " for the new ones"]
     old = changes[0].old
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
-        finished = (
-            f", and set finished_from to the old {written.finished_folders}: finished documents keep their results."
-        )
-        return [f"Go on with {plural(old, 'task')} (", Tasks(old), ")", *folders, finished]
+        return [f"Go on with {plural(old, 'task')} (", Tasks(old), ")", *folders, f"{written.old_results}."]
     go_on = ["Go on with the old settings", *folders]
     if not may_mix or any(change.is_layout for change in changes):
         return [*go_on, "."]

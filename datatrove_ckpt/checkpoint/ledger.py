@@ -290,7 +290,7 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
         newest = max(steps, key=lambda path: path.stat().st_mtime).parent.name
         raise ConfigError(
             f"{checkpoints} holds steps of a training, the newest is {newest}. Its history.jsonl says what was saved, "
-            f"restored and not saved; `datatrove-ckpt plan {checkpoints}` says how often to save."
+            "restored and not saved."
         )
     raise ConfigError(
         f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the run_folder, or "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
 from loguru import logger
@@ -17,6 +16,7 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -37,8 +37,8 @@ from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 
-def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:
-    """Runs what ``build`` has made of a file's content. Returns the exit code.
+def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:
+    """Runs the executor of a file. Returns the exit code.
 
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
@@ -68,10 +68,9 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Checks that no other number of tasks was begun with.
-
+    """
     Raises:
-        CheckpointMismatch: it names the number.
+        CheckpointMismatch: the run has another number of tasks.
     """
     for runner in plan.runners:
         root = runner.root
@@ -80,7 +79,6 @@ def _check_tasks(plan: RunPlan) -> None:
 
 
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
-    """Checks, runs, and turns errors and signals into messages and exit codes."""
     started = False
     drain_signals = [signal.Signals[name] for runner in plan.runners for name in runner.step.drain_signals]
     interruption = Interruption([*STOP_SIGNALS, *drain_signals])
@@ -128,7 +126,10 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         if own is None:
             raise
         advise(own, plan)
-        return fail(own, exit_code(own, arguments.worker))
+        code = 1  # scripts know it
+        if arguments.worker:
+            code = code_of_rank(own)
+        return fail(own, code)
     finally:
         say_errors_later(False)
     return 0
@@ -141,22 +142,14 @@ def _work(executor: LocalPipelineExecutor) -> None:
 
 
 def _warn_of_hub(plan: RunPlan) -> None:
-    """Warns as ``doctor`` does of commits to the hub that take days."""
     for runner in plan.runners:
         for finding in check_rules_of_hub(plan, runner.step):
             if finding.state == "warning":
                 logger.warning(f"{finding.what}: {finding.message}")
 
 
-def exit_code(error: Exception, of_worker: bool) -> int:
-    """Of a run that an error stopped. Of a worker: ``code_of_rank``. Others end with 1: scripts know it."""
-    if of_worker:
-        return code_of_rank(error)
-    return 1
-
-
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
-    """Runs the executor, or submits it, and prints the last line. Returns the number of dead letters that are left."""
+    """Runs or submits the executor, and prints the last line. Returns the number of dead letters that are left."""
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
@@ -221,7 +214,7 @@ def _retry_dead_letters(plan: RunPlan) -> None:
 
     Raises:
         ConfigError: a rank is not complete; datatrove would mark it as complete although its input is not done.
-        CheckpointMismatch: see ``_check_tasks``. Then the ranks that are not complete are not those of the run.
+        CheckpointMismatch: see ``_check_tasks``.
     """
     _check_tasks(plan)
     incomplete = plan.incomplete(skip_completed=True)

@@ -470,7 +470,8 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
         raise CheckpointCorrupt(
             *error.args,
             f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
-            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again.",
+            f"while no task runs (mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same "
+            "command again.",
         ) from error
 
 

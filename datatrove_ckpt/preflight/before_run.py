@@ -316,9 +316,10 @@ def check_before_run(executor: PipelineExecutor) -> None:
 def check_before_worker(executor: PipelineExecutor) -> None:
     """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes those of the job.
 
-    Each task compares its settings with ``job.json`` when it starts.
+    Each task compares its settings with ``job.json`` when it starts. A worker for which none is left compares here.
 
     Raises:
+        CheckpointMismatch: the run is finished, and another one.
         ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
     """
     plan = RunPlan(executor)
@@ -327,6 +328,8 @@ def check_before_worker(executor: PipelineExecutor) -> None:
     _check_inputs(plan)
     _check_launch(plan)
     _check_hub(plan)
+    if not plan.incomplete():
+        check_job(plan, dry_run=True)
     note_steps(plan)
 
 

@@ -291,7 +291,7 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
             "A finished rank is not run again, so its output would stay that of the old steps. Put the steps back, or "
             "process the new input as another run: with ",
             StartOver(),
-            ".",
+            f"{written.old_results}.",
         )
 
 
@@ -358,7 +358,7 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
             "back, or "
             "process the new one as another run: with ",
             StartOver(),
-            ".",
+            f"{written.old_results}.",
         )
     touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:

@@ -112,6 +112,11 @@ class RunPlan:
         return found
 
     @property
+    def inputs(self) -> list[Path]:
+        """The folders that the readers read."""
+        return [Path(step.data_folder.path).absolute() for step in self.pipeline if hasattr(step, "data_folder")]
+
+    @property
     def kept(self) -> list[tuple[InferenceRunner, Path]]:
         """The runners whose checkpoints are on this machine, with their folders."""
         roots = [(runner.step, runner.root) for runner in self.runners]

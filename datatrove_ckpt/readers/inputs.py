@@ -22,7 +22,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
-from datatrove_ckpt.errors.doors import StartOver
+from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import ALL_ROWS, RowShard, State, in_pipeline
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
@@ -40,7 +40,7 @@ def remedy(verb: str = "Restore it") -> StartOver | str:
     """Names what helps if a position does not fit its input: other folders in a pipeline, no state in a training."""
     start = f"{verb}, or start from the beginning"
     if in_pipeline():
-        return StartOver(f"{start}: with ", ".")
+        return StartOver(f"{start}: with ", f"{written.old_results}.")
     return f"{start}, without the saved state."
 
 

@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_asked_after_may_still_be_there() -> None:
 def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(
     job: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = make_executor(str(job / "job.yaml"), [])
+    _, executor = make_executor(str(job / "job.yaml"), [])
     look = before_run._look
 
     def starts_meanwhile(*arguments: Any) -> Any:

@@ -486,7 +486,7 @@ def job(server: FakeServer) -> dict[str, Any]:
         ("--prompt=Tell {text}", "or choose another run_folder for the new ones."),
         ("--max-tokens=5", "  max_tokens: (not set) -> 5\n"),
         ("--tasks=2", "any more. Go on with 1 task ("),
-        ("--limit=2", "as another run: with another run_folder."),
+        ("--limit=2", "with another run_folder, and set finished_from to the old run_folder: finished documents"),
         ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
         ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),
         ("--max-chars=1", "job.yaml: max_chars: must be"),
@@ -624,7 +624,9 @@ def test_python_names_what_to_pass_and_starts_over(job: dict[str, Any]) -> None:
         datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"})
     assert str(refused.value).endswith("choose another run_folder for the new ones.")
     folder = Path("runs/x").absolute()
-    assert refused.value.__notes__ == [f"To start over, move what is there aside: mv {folder} {folder}.1"]
+    assert refused.value.__notes__ == [
+        f"To start over, move what is there aside while no task runs: mv {folder} {folder}.1"
+    ]
     assert not LONG.search(str(refused.value))
     with pytest.raises(CheckpointMismatch, match=r"Go on with 1 task \(tasks=1\)"):
         datatrove_ckpt.run(**job, tasks=2)
@@ -639,7 +641,8 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job: dict[st
     changed = ["job.yaml", "--prompt=Tell {text}"]
     said = command("run", *changed, code=1).err
     assert said.endswith(
-        f"\nTo start over, move what is there aside: mv {Path('runs/x').absolute()} {Path('runs/x.1').absolute()}\n"
+        f"\nTo start over, move what is there aside while no task runs: "
+        f"mv {Path('runs/x').absolute()} {Path('runs/x.1').absolute()}\n"
     )
     shutil.copytree("documents", "runs/x/documents")
     assert " mv " not in command("run", *changed, "--input=runs/x/documents", code=1).err
@@ -676,7 +679,7 @@ def test_results_that_the_documents_have_already_are_not_replaced_without_a_word
 
 def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable() -> None:
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
-    plan = RunPlan(make_executor("job.yaml", []))
+    plan = RunPlan(make_executor("job.yaml", [])[1])
     path = Path("documents/a.jsonl").absolute()
     error = explain(PermissionError(errno.EACCES, "Permission denied", str(path)), plan)
     assert str(error).startswith(f"{path}: Permission denied. Give this user the permission to read it, and run")

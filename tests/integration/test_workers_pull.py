@@ -305,10 +305,11 @@ def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server: FakeServer
     assert complete() == {*range(TASKS)}
 
 
-def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer) -> None:
+@pytest.mark.parametrize("left", ["0000[0-3]", "none"])
+def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer, left: str) -> None:
     write(server)
     ended(worker())
-    for path in Path("logs/completions").glob("0000[0-3]"):
+    for path in Path("logs/completions").glob(left):
         path.unlink()
     text = Path("job.yaml").read_text().replace("records_per_chunk: 3", "records_per_chunk: 4")
     Path("job.yaml").write_text(text)

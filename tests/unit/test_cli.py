@@ -128,19 +128,6 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run: Run, 
 
 
 @pytest.mark.parametrize(
-    ("flag", "instead"),
-    [("--start-over", "mv runs/x runs/x.1"), ("--repair", "datatrove-ckpt repair"), ("--repair=true", "repair WHAT")],
-)
-def test_a_flag_that_was_removed_says_what_to_do_instead(
-    flag: str, instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "job.yaml", flag])
-    assert ended.value.code == 2
-    assert instead in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not an int.'),
@@ -319,7 +306,6 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
         (["--version"], 0, "datatrove-ckpt 0."),
         (["run", "--help"], 0, "--pipeline.1.config.max_concurrent_generations=8"),
         (["--help"], 0, "show how far a run is, and which ranks need attention"),
-        (["plan", "job.yaml", "--mtbf", "6"], 2, "'6' is not a duration; give a number with s, m, h or d, such as 6h"),
         (["verify"], 2, "WHAT"),
         (["verify", "checkpoints", "--executor.tasks=4"], 2, "unrecognized arguments: --executor.tasks=4"),
         ([], 2, "usage: datatrove-ckpt"),

@@ -206,7 +206,7 @@ def test_what_to_do_about_a_changed_input_fits_who_reads(tmp_path: Path, names: 
         path.unlink()
     for name in names:
         (tmp_path / f"{name}.jsonl").write_bytes(LINES[0] + LINES[1])
-    folders = r"with another checkpoints_local_dir, output_folder and logging_dir\.$"
+    folders = "with another checkpoints_local_dir, output_folder and logging_dir, and set finished_from to the old "
     with (
         Reading(state),
         pytest.raises(CheckpointMismatch, match=rf"\. Restore it, or start from the beginning: {folders}"),

@@ -22,9 +22,9 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from datatrove_ckpt import errors
 from datatrove_ckpt.claims.claims import LAUNCH
-from datatrove_ckpt.cli.execution import exit_code
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -336,5 +336,4 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_exit_codes_of_a_worker_are_told_apart(error: errors.CkptError, code: int) -> None:
-    assert exit_code(error, True) == code
-    assert exit_code(error, False) == 1, "scripts know it"
+    assert code_of_rank(error) == code

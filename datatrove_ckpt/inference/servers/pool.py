@@ -322,7 +322,7 @@ class ServerSupervisor:
             tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
 
     async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
-        """Marks the server dead if it hangs. Returns the tokens that it has counted; None without metrics or requests."""
+        """Marks the server dead if it hangs. Returns the tokens it has counted; None without metrics or requests."""
         if self.target.attempts:
             metrics = await self._metrics(seconds)
         else:

@@ -172,6 +172,21 @@ def _count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is no number of documents, such as 8")
 
 
+def parse_time(text: str) -> float:
+    """Seconds, from a number with its unit."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d)", text)
+    if not found or not float(found[1]) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h")
+    return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
+
+
+def parse_seconds(text: str) -> float:
+    """The same; a number alone is seconds."""
+    if text[-1:].isdigit():
+        text += "s"
+    return parse_time(text)
+
+
 # arguments -----------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +290,29 @@ def doctor() -> None:
       2  a mistake in CONFIG or on the command line
 
     (OVERRIDES)
+    """
+
+
+@_command(
+    "plan",
+    _argument("FOLDER", "of a training, with history.jsonl", nargs="?"),
+    _JSON,
+    _argument("TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time),
+    _argument("TIME", "how long a save stops the training, such as 140s", "--save-cost", type=parse_seconds),
+)
+def plan() -> None:
+    """Print how often a training should save.
+
+    examples:
+      datatrove-ckpt plan --save-cost 140s --mtbf 6h
+
+    It prints the best interval by Young (1974) and by Daly (2006), and the share of all time that is lost at Daly's.
+    The history of a training (history.jsonl in FOLDER) has the cost of its saves, and from 3 restarts on the mean time
+    between two losses, waits included. A flag goes before it.
+
+    exit codes:
+      0  the intervals are printed
+      2  a mistake in FOLDER or on the command line
     """
 
 

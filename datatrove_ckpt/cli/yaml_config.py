@@ -578,9 +578,26 @@ def read_value(text: str) -> object:
 
 
 class Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one."""
+    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one.
+
+    A file is small: nine aliases of ten items each, one within the other, would be a billion values.
+    """
 
     yaml_implicit_resolvers: typing.ClassVar[JsonObject] = {}
+    _levels = 0
+    _values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        if self._levels > 100 or self._values > 100_000:
+            problem = "more than 100 levels, or 100,000 values with all that its aliases stand for"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
+        before = self._values
+        self._levels += 1
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        self._values += getattr(node, "values", 1)  # an alias gives a node that is known
+        node.values = self._values - before
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, object]:
         names: list[object] = []

@@ -306,6 +306,7 @@ JSON = {
     "status": (STOPPED, "status checkpoints --json"),
     "verify": (STOPPED, "verify job.yaml --json"),
     "doctor": (NEW, "doctor job.yaml --json"),
+    "plan": (NEW, "plan --save-cost 140s --mtbf 6h --json"),
 }
 BY_NAME = ("states", "errors", "dead_letters", "journals")
 """Keys whose own keys are data."""
@@ -340,7 +341,7 @@ CODES = {
         "run job.yaml --dry-run; run missing.yaml; run job.yaml --executor.task=1; run; run job.yaml --nothing; bogus; "
         "run job.yaml --retry-dead-letters; status job.yaml; status missing; verify missing; repair job.yaml; "
         "report job.yaml -o -; "
-        "doctor missing.yaml; "
+        "plan job.yaml; plan job.yaml --mtbf 6; doctor missing.yaml; "
         "--version; --help"
     ),
     DONE: (

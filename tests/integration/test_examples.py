@@ -203,6 +203,7 @@ def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
             type_in(line.replace("http://127.0.0.1:8000", server.url), more)
     said = capsys.readouterr().out
     assert "\nno problem, " in said  # of doctor
+    assert "\n  save every 2,367 s (Daly)" in said  # of plan
 
 
 def help_examples() -> list[str]:
@@ -318,6 +319,8 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("doctor", "0"): (_nothing, "doctor job.yaml"),
     ("doctor", "1"): (_nothing, "doctor job.yaml --pipeline.0.data_folder=empty"),
     ("doctor", "2"): (_nothing, "doctor job.yaml --executor.taks=4"),
+    ("plan", "0"): (_nothing, "plan --save-cost 140s --mtbf 6h"),
+    ("plan", "2"): (_nothing, "plan job.yaml"),
     ("status", "0"): (_nothing, "status checkpoints"),
     ("status", "1"): (_damaged, "status checkpoints"),
     ("status", "2"): (_nothing, "status empty"),

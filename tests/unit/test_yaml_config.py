@@ -229,6 +229,12 @@ def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path)
 QUOTES = "Does a text need quotes?"
 
 
+TOO_LARGE = "not valid YAML: more than 100 levels, or 100,000 values with all that its aliases stand for."
+ALIASES = "executor:\n  a0: &a0 [x, x]\n" + "".join(
+    f"  a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -237,6 +243,8 @@ QUOTES = "Does a text need quotes?"
         ("prompt: @p.txt", "job.yaml:1:9: not valid YAML: found character '@' that cannot start any token. " + QUOTES),
         ("prompt: Say: {text}", "job.yaml:1:12: not valid YAML: mapping values are not allowed here. " + QUOTES),
         ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
+        ("executor: " + "[" * 5000, f"job.yaml:1:111: {TOO_LARGE}"),
+        (ALIASES, f"job.yaml:7:27: {TOO_LARGE}"),
         ("executor: !!python/name:os.system", None),
         (
             "",

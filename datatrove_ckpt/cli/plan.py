@@ -1,0 +1,77 @@
+"""``datatrove-ckpt plan``: prints how often a training should save, and how much time is lost then.
+
+The model is that of ``checkpoint/interval.py``. A save costs the ``pause_seconds`` in which the training stops; what is
+written beside the training is not in the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+
+from datatrove_ckpt.checkpoint.interval import daly, efficiency, young
+from datatrove_ckpt.cli.printing import as_json, say
+from datatrove_ckpt.common.formatting import duration, figure
+from datatrove_ckpt.errors import ConfigError
+
+HISTORY = "history.jsonl"
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Prints the intervals. Returns the exit code.
+
+    Raises:
+        ConfigError: the cost of a save, or the time between two losses, is not known.
+    """
+    if arguments.folder is None:
+        measured = {}
+    else:
+        measured = measure(Path(arguments.folder))
+    save_cost = arguments.save_cost or measured.get("save_cost")
+    mtbf = arguments.mtbf or measured.get("mtbf")
+    if not save_cost:
+        raise ConfigError("--save-cost is missing: how long a save stops training, such as 140s; or give FOLDER.")
+    if not mtbf:
+        raise ConfigError("--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts tell it.")
+    best = daly(save_cost, mtbf)
+    found = {"save_cost": save_cost, "mtbf": mtbf, "young": young(save_cost, mtbf), "daly": best}
+    found["lost"] = 1 - efficiency(best, save_cost, mtbf)
+    if arguments.json:
+        say(as_json(found))
+        return 0
+    say(f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}")
+    say(f"  save every {figure(found['young'])} s (Young)")
+    say(f"  save every {figure(best)} s (Daly): {100 * found['lost']:.2f} % of all time is lost")
+    return 0
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """Returns the median pause of the saves in the training's history, and the mean time between its restarts.
+
+    Raises:
+        ConfigError: there is no history, or a line of it is not an event.
+    """
+    path = folder / HISTORY
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file, so nothing can be measured. Give --save-cost and --mtbf.")
+    pauses: list[float] = []
+    restarts: list[float] = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):  # the last line may be torn
+            break
+        try:
+            event = json.loads(line)
+            if event["event"] == "saved":
+                pauses.append(float(event["pause_seconds"]))
+            elif event["event"] == "restored":
+                restarts.append(float(event["at"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}: is no event of a training: {error!r}.") from error
+    found: dict[str, float] = {}
+    if pauses:
+        found["save_cost"] = median(pauses)
+    if len(restarts) >= 3:
+        found["mtbf"] = (restarts[-1] - restarts[0]) / (len(restarts) - 1)
+    return found

@@ -1,0 +1,139 @@
+"""The model behind ``plan``: the formulas against their papers, against a simulation, and on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datatrove_ckpt import daly, efficiency, young
+from datatrove_ckpt.cli.main import main, parse_seconds, parse_time
+from datatrove_ckpt.cli.plan import measure
+from tests.commands import Command
+
+HOUR = 3600.0
+
+
+def test_the_formulas_give_what_a_calculator_gives() -> None:
+    assert young(60, 24 * HOUR) == pytest.approx(3219.94, abs=0.01)
+    assert daly(60, 24 * HOUR) == pytest.approx(3180.06, abs=0.01)
+    assert daly(3 * HOUR, HOUR) == HOUR
+    assert efficiency(100, 10, 1e12) == pytest.approx(100 / 110)
+    assert efficiency(1e6, 1, 60) == 0.0
+
+
+def simulated(interval: float, cost: float, mtbf: float, restart: float) -> float:
+    """Useful time divided by all time, over many failures. After each, what was not saved is done again."""
+    gaps = np.random.default_rng(0).exponential(mtbf, 300_000)
+    saves = np.maximum(gaps - restart, 0) // (interval + cost)
+    return float((saves * interval).sum() / gaps.sum())
+
+
+@pytest.mark.parametrize("cost", [1.0, 140.0, 0.2 * HOUR])
+@pytest.mark.parametrize("restart", [0.0, 300.0])
+def test_the_efficiency_is_that_of_a_simulation_and_dalys_interval_the_best_of_a_scan(
+    cost: float, restart: float
+) -> None:
+    mtbf = 6 * HOUR
+    best = daly(cost, mtbf)
+    for times in (1, 0.2, 3):
+        expected = efficiency(times * best, cost, mtbf, restart)
+        assert simulated(times * best, cost, mtbf, restart) == pytest.approx(expected, rel=0.02)
+        assert expected <= efficiency(best, cost, mtbf, restart)
+    scanned = [best * 1.001**step for step in range(-700, 700)]
+    assert max(scanned, key=lambda each: efficiency(each, cost, mtbf, restart)) == pytest.approx(best, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30)]
+)
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert parse_time(text) == parse_seconds(text) == seconds
+
+
+def test_the_cost_of_a_save_needs_no_unit() -> None:
+    assert parse_seconds("140") == 140
+
+
+@pytest.mark.parametrize("text", ["6", "0h", "-1h", "6 weeks", f"{10**400}s"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(
+        argparse.ArgumentTypeError, match="is not a duration; give a number with s, m, h or d, such as 6h"
+    ):
+        parse_time(text)
+
+
+# training ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_a_training_needs_no_file(command: Command) -> None:
+    assert command("plan", "--save-cost", "140s", "--mtbf", "6h").out.splitlines() == [
+        "training: a save takes 2.3 min; a loss every 6 h",
+        "  save every 2,459 s (Young)",
+        "  save every 2,367 s (Daly): 10.96 % of all time is lost",
+    ]
+    found = json.loads(command("plan", "--save-cost", "140s", "--mtbf", "6h", "--json").out)
+    assert found["daly"] == daly(140, 6 * HOUR)
+    assert found["lost"] == 1 - efficiency(daly(140, 6 * HOUR), 140, 6 * HOUR)
+
+
+def write_history(starts: int, end: str = "") -> None:
+    """One process and ``starts`` more, an hour each, of three saves at steps of 2 s; the first loses a step."""
+    lines = []
+    for process in range(starts + 1):
+        at, step = 1.7e9 + process * HOUR, 300 * process
+        if process:
+            lines.append({"event": "restored", "step": step, "at": at, "seconds": 3.0 + process})
+        for save in range(1, 4):
+            at += 100 * 2 + 1.2
+            saved = {"event": "saved", "step": step + 100 * save, "at": at, "bytes": 10**9}
+            lines.append(saved | {"pause_seconds": 9.0 if save == 3 else 1.2, "write_seconds": 30.5})
+    lines.append({"event": "ended", "at": 0})  # others are skipped
+    Path("history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+
+
+def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_history(3, end='{"event": "sav')
+    measured = {"save_cost": 1.2, "mtbf": HOUR}
+    assert measure(tmp_path) == measured
+    assert json.loads(command("plan", ".", "--json").out).items() >= measured.items()
+    given = json.loads(command("plan", tmp_path, "--json", "--mtbf", "2h", "--save-cost", "7s").out)
+    assert (given["save_cost"], given["daly"]) == (7.0, daly(7, 2 * HOUR))
+    write_history(2)
+    assert "--mtbf is missing" in command("plan", ".", code=2).err
+    Path("history.jsonl").write_text("")
+    assert "--save-cost is missing" in command("plan", ".", "--mtbf", "6h", code=2).err
+    for line in ("[]", '{"event": "saved"}', '{"event": "restored", "at": "x"}', "torn"):
+        write_history(1, end=f"{line}\n")
+        said = command("plan", ".", "--mtbf", "6h", code=2).err
+        assert (said.count("\n"), "history.jsonl, line 9: is no event of a training" in said) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "--save-cost is missing"),
+        ("--save-cost 5s", "--mtbf is missing"),
+        ("job.yaml --mtbf 6h", "job.yaml/history.jsonl: there is no such file"),
+        (". --mtbf 6h", "history.jsonl: there is no such file"),
+    ],
+)
+def test_what_is_missing_or_does_not_fit_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, words: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = command("plan", *words.split(), code=2).err
+    assert says in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["--mtbf 0s", "--save-cost 2.5w", "--step 2.5s", "--pipeline.1.x=1"])
+def test_bad_values_are_refused(words: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--save-cost", "5s", "--mtbf", "6h", *words.split()])

@@ -29,7 +29,6 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
 )
 from datatrove_ckpt.inference.client import body as body_limits
-from datatrove_ckpt.inference.client import client as client_module
 from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
@@ -396,14 +395,6 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: 
     assert outcome.stats.answers == 0
 
 
-@pytest.mark.parametrize("reason", [None, ""])
-def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(reason: Any) -> None:
-    reply = answer(http(200, chat(finish_reason=reason)))
-    outcome = Outcome(reply, accept_null_finish_reason=True, **KINDS["custom"])
-    assert outcome.result == Completion("hi", reason, {"total_tokens": 3})
-    assert (outcome.stats.requests, outcome.stats.without_reason) == (1, 1)
-
-
 @pytest.mark.parametrize("accepted", [False, True])
 async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(accepted: bool) -> None:
     """Whatever the setting is."""
@@ -493,17 +484,6 @@ def test_an_answer_that_never_comes_is_given_up(reply: Reply, monkeypatch: pytes
     assert "no answer in time" in str(outcome.result)
 
 
-async def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound, not listening: refuses
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        sleeps = Sleeps()
-        async with client_of(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client:
-            with pytest.raises(ServerUnavailable, match=r"ClientConnectorError|ConnectionRefusedError"):
-                await client.complete(BODY)
-        assert "The server is unreachable" in log[0]
-
-
 @pytest.mark.parametrize(
     ("header", "low", "high"),
     [
@@ -530,12 +510,6 @@ def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: li
     assert sum(outcome.sleeps) == pytest.approx(10)
     assert len(outcome.server.requests) <= 4, "one more attempt when the patience ends"
     assert re.search(r"waiting, 3 s of 10 s \(server_patience_seconds\)", log[0])
-
-
-def test_the_backoff_grows_up_to_half_a_minute() -> None:
-    outcome = Outcome(answer(http(500, b"")))
-    assert all(0 <= seconds <= min(30, 0.5 * 2**n) for n, seconds in enumerate(outcome.sleeps))
-    assert max(outcome.sleeps) > 15
 
 
 @pytest.mark.parametrize("status", [429, 504])
@@ -821,44 +795,3 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
         assert (await asking).text == "right"
         assert b"Bearer new" in new.requests[0][0]
         assert (client.stats.resent, client.stats.retries) == (1, 0)
-
-
-async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the_same_turn_of_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with (
-        serving(answer(http(200, chat("wrong")))) as (_, first),
-        serving(answer(http(200, chat("right")))) as (_, second),
-        client_of(config()) as client,
-    ):
-        target = client.servers.add()
-        client.servers.mark_up(target, first, None)
-        given_up = asyncio.Event()
-
-        async def posted_too_late(*request: Any) -> Any:
-            raw = await transport.post(*request)
-            if not given_up.is_set():
-                client.servers.router.mark_dead(target, "stopped")  # its cancellation comes with the next turn
-                given_up.set()
-            return raw
-
-        monkeypatch.setattr(client_module, "post", posted_too_late)
-        asking = asyncio.create_task(client.complete(BODY))
-        await given_up.wait()
-        await client.servers.disconnect(target)
-        client.servers.mark_up(target, second, None)
-        assert (await asking).text == "right"
-        assert (client.stats.answers, client.stats.resent, client.stats.cancelled) == (1, 1, 0)
-
-
-async def test_hundreds_of_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
-
-    async with talking(GOOD, max_concurrent_generations=20) as (server, client, _):
-        await asyncio.gather(*(client.complete(b"%d" % n) for n in range(300)))
-        assert server.connections <= 20
-        order = [int(body) for _, body in server.requests]
-        assert sorted(order) == list(range(300))
-        assert max(abs(place - number) for place, number in enumerate(order)) <= 20

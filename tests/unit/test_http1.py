@@ -141,17 +141,6 @@ def test_a_body_without_a_length_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
             parser.feed(body)
 
 
-def test_a_long_answer_in_many_pieces_is_read_in_linear_time() -> None:
-    body = bytes(range(256)) * 40_000
-    pieces = [body[i : i + 1000] for i in range(0, len(body), 1000)]
-    for raw in (
-        [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), *pieces],
-        [CHUNKED, *(b"3E8\r\n%s\r\n" % piece for piece in pieces), b"0\r\n\r\n"],
-        [CHUNKED, b"%x\r\n" % len(body), *pieces, b"\r\n0\r\n\r\n"],
-    ):
-        assert feed(raw).response().body == body
-
-
 @pytest.mark.parametrize(
     ("head", "endless"),
     [

@@ -126,27 +126,6 @@ def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] 
         checkpoint.raise_failure()
 
 
-def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> None:
-    checkpoint = opened(tmp_path)
-    assert checkpoint.resumed.is_fresh
-    slots = [checkpoint.admit(f"input {n}") for n in range(3)]
-    assert [(slot.ordinal, slot.chunk.index, slot.cached) for slot in slots if slot][2] == (2, 1, False)
-    assert slots[1] is not None
-    checkpoint.finish(slots[1], Finished(1, "dropped", "input 1", b"null"))
-    checkpoint.close()
-    checkpoint = opened(tmp_path)
-    assert list(checkpoint.resumed.journals) == [0]
-    run(checkpoint, 5)
-    counts = checkpoint.counts
-    checkpoint.close(completed=True)
-    assert (counts.read, counts.written, counts.dropped) == (5, 4, 1)
-    left = ["commits.jsonl", "history.jsonl", "run.json", "shard.json"]
-    assert sorted(path.name for path in (tmp_path / "00000").iterdir()) == left
-    again = opened(tmp_path)
-    assert (again.resumed.next_ordinal, again.counts) == (5, counts)
-    again.close(completed=True)
-
-
 def no_locks(fd: int, how: int) -> None:
     raise OSError(errno.ENOLCK, "no locks")
 

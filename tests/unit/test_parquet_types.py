@@ -230,16 +230,6 @@ def test_files_with_arrays_load_as_one_or_it_is_said(
     assert contents(again) == contents(files)
 
 
-def test_vectors_have_no_dictionary_and_all_else_has_one(tmp_path: Path, server: FakeServer) -> None:
-    value = [{"a.b": [vector(1, 2)], "n": 1, "tags": ["x"]}]
-    (file,) = written(tmp_path, server, [value], output_writer=parquet(tmp_path, expand_metadata=False))
-    group = pq.read_metadata(file).row_group(0)
-    columns = {group.column(at).path_in_schema: group.column(at) for at in range(group.num_columns)}
-    plain = [path for path, column in columns.items() if "RLE_DICTIONARY" not in column.encodings]
-    assert plain == ["metadata.c.a.b.list.element.list.element"]
-    assert len(columns) > 4
-
-
 def test_a_given_schema_takes_arrays(tmp_path: Path, server: FakeServer) -> None:
     for kind in (pa.list_(pa.float32(), 2), pa.list_(pa.float32()), pa.list_(pa.float64())):
         schema = pa.schema([("id", pa.string()), ("c", kind)])
@@ -285,12 +275,6 @@ def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: st
     assert len(builder.as_dataset("train")) == len(ONE[name][0])
 
 
-def test_a_first_file_that_is_too_narrow_is_said_once(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
-    files = written(tmp_path, server, [[1], [0.5], [0.25], [2]])
-    assert types(files) == ["int64", "double", "double", "int64"]
-    assert "".join(log).count("column 'c' is int64 in one file, and double in a later one") == 1
-
-
 def test_a_first_file_without_values_is_said_by_all_its_columns(
     tmp_path: Path, server: FakeServer, log: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,30 +288,6 @@ def test_a_first_file_without_values_is_said_by_all_its_columns(
     assert f"{second} does not load after {first} 'c.n' is int64 there, and without a value in the first" in found
     assert f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first" in found
     assert "'c.t'" not in found
-
-
-def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path: Path, server: FakeServer) -> None:
-    for _ in range(2):
-        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string there, and int64 in it or one before"):
-            written(tmp_path, server, [[1], ["a"]])
-    assert len(list((tmp_path / "output").glob("*.parquet"))) == 1
-
-
-def test_verify_names_both_files_and_the_column(
-    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(tmp_path, server, [[1], [0.5], [None], [0.25]])
-    command = ["verify", str(tmp_path / "checkpoints")]
-    assert main(command) == 0
-    capsys.readouterr()
-    assert main([*command, "--full"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "00000_chunk_00001.parquet does not load after 000_00000_chunk_00000.parquet, or as text: column 'c' is double"
-        in said
-    )
-    assert said.count("does not load after") == 1
-    assert "So 1 more file." in said
 
 
 # bytes ----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from datatrove_ckpt.checkpoint import files, placement
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, WaitingChunk
-from datatrove_ckpt.errors import OutputFailed, StorageFailed
+from datatrove_ckpt.errors import StorageFailed
 from tests.unit.test_open_checkpoint import opened
 
 
@@ -88,16 +88,6 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
         "only 500 B are free",
         "500 B are free. New documents are started.",
     ]
-    checkpoint.close()
-
-
-def test_a_chunk_that_cannot_be_put_in_place_ends_the_run(tmp_path: Path) -> None:
-    held = Held()
-    checkpoint = opened(tmp_path, placement=held, placed_later=True)
-    finish_chunks(checkpoint, held, 1)
-    held.waiting[0].failed(OutputFailed("the hub is away"))
-    with pytest.raises(OutputFailed, match="the hub is away"):
-        checkpoint.raise_failure()
     checkpoint.close()
 
 

@@ -77,14 +77,6 @@ def between(found: OverTime, values: Any, low: float, high: float) -> float:
 # time ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_axis_reaches_from_the_first_record_to_the_last_or_to_now() -> None:
-    history = killed_once(550)
-    assert over_time(history).edges[[0, -1]].tolist() == [T, T + 550]
-    assert over_time(history, now=T + 1000).edges[-1] == T + 1000
-    assert len(over_time(history).edges) == 161
-    assert time_axis([log_of([]), log_of([])]) is None
-
-
 def test_documents_are_counted_when_they_were_finished_and_none_is_lost() -> None:
     found = over_time(killed_once(550))
     assert found.documents.sum() == pytest.approx(205)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.resume import assert_resume_is_exact, name_of, samples_of
+from tests.resume import assert_resume_is_exact
 
 
 class Loader:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.generate import request_seed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner
@@ -34,16 +34,6 @@ def test_each_request_has_a_seed_of_its_own_also_of_equal_documents(tmp_path: Pa
     runner(tmp_path, server, twice, config={"seed": 7, "rollouts_per_document": 2}).run(given)
     assert len(seeds(server)) == 24 == len(set(seeds(server)))
     assert all(0 <= seed < 2**31 for seed in seeds(server))
-
-
-def test_a_request_that_is_sent_again_has_the_same_seed(tmp_path: Path) -> None:
-    def one_at_a_time(folder: Path, limit: int | None) -> list[int]:
-        with FakeServer() as server:
-            step = runner(folder, server, twice, config={"seed": 7, "max_concurrent_generations": limit or 9})
-            step.run(documents(3))
-        return sorted(seeds(server))
-
-    assert one_at_a_time(tmp_path / "a", 1) == one_at_a_time(tmp_path / "b", None)
 
 
 def test_an_answer_that_is_kept_is_found_again(tmp_path: Path) -> None:
@@ -77,13 +67,6 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path, server: FakeServer
 def test_without_the_setting_no_request_has_a_seed(tmp_path: Path, server: FakeServer) -> None:
     runner(tmp_path, server).run(documents(2))
     assert all("seed" not in one for one in server.payloads)
-
-
-@pytest.mark.parametrize(("before", "after"), [(None, 7), (7, 8)])
-def test_another_seed_is_another_run(tmp_path: Path, server: FakeServer, before: int | None, after: int | None) -> None:
-    runner(tmp_path, server, config={"seed": before}).run(documents(2))
-    with pytest.raises(CheckpointMismatch, match="seed: "):
-        runner(tmp_path, server, config={"seed": after}).run(documents(2))
 
 
 @pytest.mark.parametrize("seed", ["7", True])

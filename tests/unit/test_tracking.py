@@ -45,41 +45,6 @@ def make(root: Path, *runs: Run) -> Tracker:
     return Tracker(Place(str(root), root, [str(root)]), [lambda job, run=run: run for run in runs])
 
 
-def test_the_numbers_are_those_of_status_by_their_names_in_its_json(tmp_path: Path, now: list[float]) -> None:
-    run = Run()
-    for number in range(2):
-        write_rank(tmp_path, number, [start(T), *minutes(T, 5, 10, 100)], chunks=5, tasks=3)
-    now.append(T + 301)
-    assert make(tmp_path, run).work() == ""
-    ((at, values),) = run.points
-    assert at == T + 301
-    expected = {
-        "counts.read": 100,
-        "work.requests": 200,
-        "in_flight": 8,
-        "states.running": 2,
-        "not_started": 1,
-        "rates.documents": pytest.approx(1 / 3),
-        "position.share": pytest.approx(1 / 3),
-        "exact": 1,
-    }
-    assert {name: values[name] for name in expected} == expected
-    assert all(type(value) is float for value in values.values())
-    assert run.ends == []
-
-
-def test_a_job_has_one_id_and_its_identity_as_parameters(tmp_path: Path, now: list[float]) -> None:
-    found: list[TrackedJob] = []
-    write_rank(tmp_path, 0, [start(T), *minutes(T, 5, 10)], tasks=3)
-    for name in (None, "mine", "mine"):
-        Tracker(Place(str(tmp_path), tmp_path, []), [lambda job: found.append(job) or Run()], name).work()
-    first, second, third = found
-    assert (first.name, second.name) == (tmp_path.name, "mine")
-    assert second == third
-    assert first.id != second.id
-    assert first.parameters["tasks"] == "3"
-
-
 def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_path: Path, now: list[float]) -> None:
     first, second = Run(), Run()
     tracked = make(tmp_path, first, second)

@@ -128,14 +128,6 @@ def test_columns_give_rows_and_no_documents(reader: SeekingReader) -> None:
     assert {tuple(row) for row in read} == {("n",)}
 
 
-@pytest.mark.parametrize("even", ["drop", "repeat"])
-def test_even_ranks_have_the_same_number(reader: SeekingReader, even: Any) -> None:
-    read = [[document.id for document in epoch(reader, slot, even=even)] for slot in slots(4, 1)]
-    assert {len(ids) for ids in read} == {25 if even == "drop" else 26}
-    counts = Counter(itertools.chain(*read))
-    assert max(counts.values()) == (1 if even == "drop" else 2)
-
-
 # Rows without a document ------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import select
 import signal
 import sys
 import threading
@@ -49,18 +48,6 @@ def group(
     method: str = "fork",
 ) -> Workers:
     return Workers(multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts)
-
-
-def test_every_task_is_done_once_by_at_most_so_many_processes(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> tuple[int, int, int]:
-        return slot, os.getpid(), task * 10
-
-    with group(run, 3) as workers:
-        done = dict(workers.run(range(20)))
-    assert {task: value[2] for task, value in done.items()} == {task: task * 10 for task in range(20)}
-    assert {slot for slot, _, _ in done.values()} <= {0, 1, 2}
-    assert len({pid for _, pid, _ in done.values()}) <= 3
-    assert os.getpid() not in {pid for _, pid, _ in done.values()}
 
 
 def test_a_worker_tunes_the_collector_once_for_all_its_tasks() -> None:
@@ -123,32 +110,6 @@ def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Pa
 def several(work: Callable[[int, Tasks], None], count: int = 1, attempts: int = 2) -> Workers:
     """Workers that take several tasks before one is done."""
     return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)
-
-
-def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_counts(tmp_path: Path) -> None:
-    """Task 1 kills its process. The first worker has three tasks then."""
-
-    def work(slot: int, tasks: Tasks) -> None:
-        mine = [tasks.next()]
-        if not (tmp_path / "first").exists():
-            (tmp_path / "first").touch()
-            mine += [tasks.next(), tasks.next()]
-        while mine != [None]:
-            with (tmp_path / "tried").open("a") as file:
-                file.write(f"{mine}\n")
-            if 1 in mine:
-                os.kill(os.getpid(), signal.SIGKILL)
-            (task,) = mine
-            assert task is not None
-            tasks.done(task, os.getpid())
-            mine = [tasks.next()]
-
-    with several(work) as workers:
-        done = dict(workers.run(range(4)))
-    assert sorted(done) == [0, 2, 3]
-    assert workers.lost == {1: "its worker process was ended by SIGKILL"}
-    tried = (tmp_path / "tried").read_text().splitlines()
-    assert tried == ["[0, 1, 2]", "[0]", "[1]", "[1]", "[2]", "[3]"]
 
 
 def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path: Path) -> None:
@@ -249,17 +210,6 @@ def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path
 
     with several(work, 2) as workers:
         assert sorted(slot for _, slot in workers.run(range(2))) == [0, 1]
-
-
-def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(tmp_path: Path) -> None:
-    def work(slot: int, tasks: Tasks) -> None:
-        if not (tmp_path / "first").exists():
-            (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
-            signal.raise_signal(signal.SIGTERM)
-        asyncio.run(takes_what_comes(tmp_path, tasks))
-
-    with several(work) as workers:
-        assert dict(workers.run(range(2))) == {0: {0, 1}, 1: {0, 1}}
 
 
 class Stubborn(Exception):
@@ -500,25 +450,6 @@ def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(monkeypatch: pyte
     with group(run) as workers:
         assert dict(workers.run([1])) == {1: 1}
     assert time.monotonic() - began < 200
-
-
-def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> None:
-        (tmp_path / str(slot)).write_text(str(os.getpid()))
-        time.sleep(600)
-
-    if (parent := os.fork()) == 0:
-        with group(run) as workers:
-            list(workers.run(range(2)))
-        os._exit(0)
-    while len([path for path in tmp_path.iterdir() if path.read_text()]) < 2:
-        time.sleep(0.001)
-    handles = [os.pidfd_open(int(path.read_text())) for path in tmp_path.iterdir()]
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
-    for handle in handles:
-        assert select.select([handle], [], [], 120)[0]
-        os.close(handle)
 
 
 def test_a_process_ends_as_its_signal_asks_but_through_the_stack() -> None:

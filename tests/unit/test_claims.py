@@ -508,15 +508,16 @@ class Workers(RuleBasedStateMachine):
         self.job.finish()
 
 
+@pytest.mark.parametrize("examples", [15, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["disk", "disk without locks", "objects", "objects that lag"])
 def test_each_rank_is_completed_once_whatever_happens_to_workers(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLAIMS_TEST_FOLDER", str(tmp_path))
     if kind == "disk without locks":
         monkeypatch.setattr(files.fcntl, "flock", no_locks)
     machine = type("Machine", (Workers,), {"kind": kind})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
 
 
 def no_locks(fd: int, how: int) -> None:

@@ -256,16 +256,6 @@ async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(
     assert work.documents <= 40 * most / 16
 
 
-async def test_documents_with_several_requests_are_fewer() -> None:
-    async def four_at_once(ask: Ask) -> None:
-        await asyncio.gather(*(ask() for _ in range(4)))
-
-    work = Work(config(max_concurrent_generations="auto", rollouts_per_document=4), four_at_once)
-    await work.run(500)
-    assert work.most == 16
-    assert work.documents <= 20
-
-
 async def test_a_server_that_runs_nothing_more_gets_no_more_documents() -> None:
     work = Work(config(max_concurrent_generations="auto"), lambda ask: asyncio.sleep(3600))
     await work.run(500)

@@ -239,23 +239,6 @@ def test_an_answer_is_parsed(body: bytes | None, settings: dict[str, Any], resul
     assert sent == BODY
 
 
-@pytest.mark.parametrize(
-    ("url", "chat_url"),
-    [
-        ("http://h/v1/", "http://h/v1/chat/completions"),
-        ("https://h/a%2Fb/v2", "https://h/a%2Fb/v2/chat/completions"),
-        (
-            "https://h/openai/deployments/m?api-version=1",
-            "https://h/openai/deployments/m/chat/completions?api-version=1",
-        ),
-    ],
-)
-def test_the_path_of_a_url_is_taken_as_given(url: str, chat_url: str) -> None:
-    assert str(HiddenUrl(url).api("chat/completions").reveal()) == chat_url
-    plain = chat_url.replace("/chat/completions", "/completions")
-    assert str(HiddenUrl(url).api("completions").reveal()) == plain
-
-
 @pytest.mark.parametrize("base", ["http://h/v1", "http://h/a/b", "http://h"])
 @pytest.mark.parametrize("whole", ["chat/completions", "completions", "embeddings"])
 def test_a_url_may_be_the_whole_address_of_a_path(base: str, whole: str) -> None:

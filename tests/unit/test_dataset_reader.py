@@ -282,17 +282,6 @@ def test_other_rows_of_a_map_style_dataset_are_refused(on_disk: bool, tmp_path: 
         resume(options, document)
 
 
-def test_a_copy_of_the_files_elsewhere_is_the_same_input(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
-    documents = read(HuggingFaceDatasetReader, options)
-    (tmp_path / "in").rename(tmp_path / "moved")
-    moved = arguments(tmp_path / "moved", "parquet", streaming=True)
-    with pytest.raises(CheckpointMismatch, match="dataset_options"):
-        resume(moved, documents[3])
-    (tmp_path / "in").symlink_to(tmp_path / "moved")
-    assert resume(options, documents[3]) == documents[4:]
-
-
 def test_changed_settings_are_refused_by_name(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "parquet")
     options = arguments(folder, "parquet", streaming=True)

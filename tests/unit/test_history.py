@@ -145,17 +145,6 @@ def test_a_week_of_minutes_is_less_than_a_megabyte(path: Path) -> None:
     assert attempt.spread is not None
 
 
-@pytest.mark.slow
-def test_a_rank_that_never_lives_long_is_bounded_too(path: Path) -> None:
-    for attempt in range(1, 901):
-        events: list[Record] = [Start(at=attempt * 1.0, host="node", pid=1), minute(attempt)]
-        HistoryLog(path, attempt).append([*events, End(at=attempt + 0.5, why="error", what="x" * 1000)])
-    assert path.stat().st_size <= MAX_BYTES
-    history = read_history(path)
-    assert history.last_attempt == 900
-    assert 200 < len(history.attempts) < 900
-
-
 def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
     content: list[Record] = []
     for attempt in (1, 2, 3):

@@ -42,25 +42,6 @@ def admit(chunks: ChunkTracker, ordinal: int) -> ChunkSlot:
     return slot
 
 
-def described(chunks: list[Chunk]) -> list[tuple[int, int, int, str]]:
-    return [(chunk.index, chunk.first_ordinal, chunk.read, chunk.last_input) for chunk in chunks]
-
-
-def test_a_chunk_is_complete_when_its_last_document_finishes_whatever_the_order(tmp_path: Path) -> None:
-    chunks, complete = tracker(tmp_path)
-    slots = [admit(chunks, ordinal) for ordinal in range(5)]
-    assert [(slot.ordinal, slot.chunk.index) for slot in slots] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
-    for ordinal in (3, 1, 2, 4):
-        chunks.document_finished(slots[ordinal].chunk)
-    assert described(complete) == [(1, 2, 2, "input 3")]
-    chunks.end_of_input()
-    assert described(complete) == [(1, 2, 2, "input 3"), (2, 4, 1, "input 4")]
-    assert not chunks.all_complete
-    chunks.document_finished(slots[0].chunk)
-    assert described(complete)[-1] == (0, 0, 2, "input 1")
-    assert chunks.all_complete
-
-
 def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_compared(tmp_path: Path) -> None:
     done = {1: Commit(1, 2, DocumentCounts(read=1), last_input="input 2")}
     chunks, complete = tracker(tmp_path, ResumePoint(done=done))

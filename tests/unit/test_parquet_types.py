@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import json
 from decimal import Decimal
@@ -22,7 +21,7 @@ from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.readers import ParquetReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.torch.samples import table_rows
-from tests.jobs import documents, runner, the_first_last
+from tests.jobs import documents, runner
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -254,17 +253,6 @@ ONE: dict[str, tuple[Values, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_the_files_of_a_rank_load_as_one(tmp_path: Path, server: FakeServer, name: str) -> None:
-    values, kind = ONE[name]
-    files = written(tmp_path, server, values)
-    assert len(files) == len(values)
-    table = ds.dataset([str(file) for file in files]).to_table()
-    assert str(table.schema.field("c").type) == kind
-    assert len(table) == len(values)
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["text later", "empty list before", "key without value", "column later missing"])
 def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: str) -> None:
@@ -298,20 +286,6 @@ def contents(files: list[Path]) -> list[bytes]:
 
 
 VARIED: Values = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
-
-
-def test_the_bytes_do_not_depend_on_which_chunk_is_done_first(tmp_path: Path, server: FakeServer) -> None:
-    in_order = written(tmp_path / "a", server, VARIED)
-    log = tmp_path / "b" / "checkpoints" / "00000" / "commits.jsonl"
-
-    async def others_committed() -> None:
-        while not log.exists() or log.read_bytes().count(b"\n") < len(VARIED) - 1:
-            await asyncio.sleep(0.001)
-
-    shared = {"others_committed": others_committed}
-    apart = written(tmp_path / "b", server, VARIED, rollout=the_first_last, shared_context=shared)
-    assert json.loads(log.read_text().splitlines()[-1])["chunk_index"] == 0
-    assert contents(apart) == contents(in_order)
 
 
 def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(

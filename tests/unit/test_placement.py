@@ -104,19 +104,6 @@ def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(tmp_path: Path, monk
     assert placement.reserve_bytes(tmp_path) == placement.RESERVE_BYTES
 
 
-def test_each_chunk_is_a_look_and_documents_in_work_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, 2.0)
-    monkeypatch.setattr(placement, "_LOOK_SECONDS", 3600.0)
-    room = DiskRoom(tmp_path)
-    assert not room.holds_up(9, 4)
-    monkeypatch.setattr(placement, "free_bytes", lambda folder: 500)
-    assert not room.holds_up(9, 4)
-    assert room.holds_up(10, 4)
-    free(monkeypatch, 2.0)
-    assert not room.holds_up(9, 4, unwritten=500)
-    assert room.holds_up(10, 4, unwritten=1500)
-
-
 def test_a_full_disk_gets_the_room_of_what_was_staged_before_the_rank_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

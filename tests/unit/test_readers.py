@@ -30,7 +30,6 @@ from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers import (
-    DamagedLine,
     IpcReader,
     JsonlReader,
     ParquetReader,
@@ -217,18 +216,6 @@ def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_p
     assert [document.text for document in JsonlReader(tmp_path.as_posix()).run()] == ["0", "1", "2"] * 2
 
 
-def test_damaged_lines_are_counted_and_logged_and_stop_the_reader_on_request(tmp_path: Path, log: list[str]) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": \n{"text": "b"}\n')
-    ours = JsonlReader(tmp_path.as_posix())
-    assert len(list(ours.run())) == 2
-    assert ours.stats.stats["damaged_lines"].total == 1
-    assert any("`a.jsonl`, line 3" in line for line in log if line.startswith("WARNING"))
-    with pytest.raises(DamagedLine, match=r"`a.jsonl`, line 3: .*stop_on_bad_line"):
-        list(JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True).run())
-    with pytest.raises(DamagedLine, match=r"`a.jsonl`, the line at byte 15"):
-        JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True).parse_row(b'{"text": \n', "a.jsonl", "@15")
-
-
 # From every position --------------------------------------------------------------------------------------------
 
 
@@ -373,25 +360,6 @@ def test_the_position_is_no_field_of_the_document(tmp_path: Path) -> None:
     for copied in (copy.copy(ours), copy.deepcopy(ours), dill.loads(dill.dumps(ours))):
         assert copied == ours
         assert position_state(copied) == position_state(ours)
-
-
-@pytest.mark.parametrize("kind", FEW_KINDS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: dill.loads(dill.dumps(step))], ids=["deepcopy", "dill"])
-def test_a_reader_can_be_copied_and_pickled_at_any_time(
-    tmp_path: Path, kind: str, copied: Callable[[Any], Any]
-) -> None:
-    write(tmp_path, kind)
-    ours = reader(tmp_path.as_posix(), kind, shuffle_seed=1)
-    documents = list(copied(ours).run())
-    running = ours.run()
-    for _ in range(3):
-        next(running)
-    twin = copied(ours)
-    assert twin.state_dict() == ours.state_dict()
-    assert plain(twin.run()) == plain(documents), "a copy starts anew"
-    twin.load_state_dict(ours.state_dict())
-    assert plain(copied(twin).run()) == plain(documents[3:])
-    assert plain(running) == plain(documents[3:]), "and does not disturb the original"
 
 
 # Another input ---------------------------------------------------------------------------------------------------

@@ -135,11 +135,6 @@ def test_the_way_an_attempt_ended_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_an_attempt_that_still_runs_has_not_ended(tmp_path: Path) -> None:
-    history = [start(1, 0), line(1, 60, 5, in_flight=3)]
-    assert "Attempts that ended early" not in report_of(tmp_path, history, state="running")
-
-
 def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path: Path) -> None:
     records = [start(number, 100 * number + number**2) for number in range(151)]
     table = report_of(tmp_path, records, state="running")["Attempts that ended early"]

@@ -86,27 +86,6 @@ def test_a_rank_whose_attempt_ended_says_how(tmp_path: Path, ends: list[Record],
     assert rank.lost_in_flight == (0 if ends else 4)
 
 
-def test_attempts_before_the_last_one_that_ended_without_a_word_are_counted(tmp_path: Path, hold: Hold) -> None:
-    history = [
-        start(T),
-        *minutes(T, 3, 1),
-        start(T + 10 * MIN, 2),
-        minute(T + 10 * MIN, 3, attempt=2),
-        stopped(T + 11 * MIN, 2),
-        start(T + 20 * MIN, 3),
-        minute(T + 20 * MIN, 4, attempt=3, in_flight=9),
-        start(T + 30 * MIN, 4, host=HERE),
-        minute(T + 30 * MIN, 5, attempt=4, in_flight=100),
-    ]
-    hold(write_rank(tmp_path, history=history, attempts=4))
-    state = read(tmp_path, T + 31 * MIN)
-    (rank,) = state.ranks
-    assert rank.state == "running"
-    assert [attempt.without_a_word for attempt in rank.attempts] == [True, False, True, False]
-    assert rank.lost_in_flight == 4 + 9
-    assert (state.totals.number_of_attempts, state.totals.killed) == (4, 2)
-
-
 def test_a_rank_that_runs_without_a_word_is_silent(tmp_path: Path, hold: Hold) -> None:
     hold(write_rank(tmp_path, history=[start(T, host=HERE), *minutes(T, 5, 1)]))
     rank = read_one(tmp_path, T + 17 * MIN)
@@ -231,14 +210,6 @@ def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_do
     assert state.troubled == [], "it is not slow"
 
 
-def test_requests_that_were_lost_are_no_promise_once_the_run_is_finished(tmp_path: Path) -> None:
-    last = minute(T + MIN, 10)
-    last.total = work(10, resent=2, retries=1)
-    write_rank(tmp_path, history=[start(T), minute(T, 0), last, done(T + MIN)], chunks=1, finished=True)
-    said = topic(read(tmp_path, T + 2 * MIN), "wasted")
-    assert said == "1 sent again after an error, 2 lost when their server died or the run stopped"
-
-
 def test_skipped_lines_are_summed(tmp_path: Path) -> None:
     for number in range(2):
         lines = [minute(T, 0), minute(T + MIN, 10, skipped=SkippedLines(2, number)), done(T + MIN)]
@@ -360,18 +331,6 @@ def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path:
     assert read(tmp_path / "new").totals.not_started == 2
     write_rank(tmp_path / "unknown", history=[start(T)])
     assert read(tmp_path / "unknown", tasks=5, config={"executor": {}}).totals.not_started == 4
-
-
-def test_the_ranks_that_are_missing_and_those_of_another_run_are_named(tmp_path: Path) -> None:
-    for number in (0, 1, 5, 7):
-        write_rank(tmp_path, number, chunks=1, finished=True, tasks=6)
-    (tmp_path / "last_chunk").mkdir()
-    for number in (0, 1, 3, 5, 7):
-        (tmp_path / f"last_chunk/{number:05d}.txt").write_text("0\n")
-    state = read(tmp_path)
-    assert (state.missing, state.gone, state.foreign) == ([2, 3, 4], [3], [7])
-    assert ([rank.rank for rank in state.ranks], state.totals.documents) == ([0, 1, 5], 30)
-    assert (state.totals.not_started, state.is_finished) == (3, False)
 
 
 def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path: Path, hold: Hold) -> None:

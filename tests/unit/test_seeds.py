@@ -64,11 +64,6 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path, server: FakeServer
     assert seeds(server) == [1, 1, 1, 1]
 
 
-def test_without_the_setting_no_request_has_a_seed(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server).run(documents(2))
-    assert all("seed" not in one for one in server.payloads)
-
-
 @pytest.mark.parametrize("seed", ["7", True])
 def test_a_seed_that_is_no_number_is_refused(tmp_path: Path, seed: Any) -> None:
     with FakeServer() as server, pytest.raises(ConfigError, match="seed: "):

@@ -446,13 +446,6 @@ def test_a_cache_folder_that_cannot_be_made_is_a_warning(
     assert "common cache folder" in log[0]
 
 
-def test_the_capacity_is_that_of_the_servers_that_are_up() -> None:
-    made = router(targets=3, limit=100)
-    assert made.capacity == 100
-    made.targets[0].limit, made.targets[1].limit, made.targets[2].up = 16, 24, False
-    assert made.capacity == 40
-
-
 # metrics ---------------------------------------------------------------------------------------------------------
 
 VLLM_METRICS = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +85,6 @@ def test_the_status_is_that_of_the_run(tmp_path: Path, now: list[float], ends: l
     assert tracked.is_over == (status != "RUNNING")
 
 
-def test_between_two_tasks_a_run_is_not_over(tmp_path: Path, now: list[float]) -> None:
-    run = Run()
-    tracked = make(tmp_path, run)
-    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10)], chunks=1, finished=True, tasks=2)
-    now.append(T + 20)
-    for _ in range(2):
-        tracked.work()
-    write_rank(tmp_path, 1, [start(T + 20), minute(T + 20, 0)], tasks=2)
-    tracked.work()
-    shutil.rmtree(tmp_path / "00001")
-    write_rank(tmp_path, 1, [start(T + 20), minute(T + 20, 0), stopped(T + 21)], tasks=2)
-    for _ in range(2):
-        tracked.work()
-    assert run.ends == []
-
-
 def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float]) -> None:
     attempts: list[float] = []
     run = Run()
@@ -121,16 +104,3 @@ def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float
     assert tracked.work() == "", "although nothing is new"
     assert attempts == [T, T]
     assert [at for at, _ in run.points] == [T + 10], "whenever it is read"
-
-
-def test_what_has_ended_is_sent_in_whole_to_a_service_that_comes_back(tmp_path: Path, now: list[float]) -> None:
-    first, second = Run(), Run()
-    tracked = make(tmp_path, first, second)
-    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10)], chunks=1, finished=True)
-    second.broken = True
-    assert tracked.work() == "ConnectionError: no network"
-    assert not tracked.is_over
-    second.broken = False
-    assert tracked.work() == ""
-    assert tracked.is_over
-    assert second.ends == ["FINISHED"]

@@ -96,16 +96,6 @@ def test_each_row_is_read_once(reader: SeekingReader, ranks: int) -> None:
             assert read[0] == [row["id"] for row in ROWS]
 
 
-def test_a_worker_resumes_with_the_sample_that_would_have_followed(reader: SeekingReader) -> None:
-    whole = [document.id for document in epoch(reader, ALONE)]
-    for stop in (0, 1, 30, 102, 103):
-        first = epoch(reader, ALONE)
-        assert [document.id for document in itertools.islice(first, stop)] == whole[:stop]
-        state = json.loads(json.dumps(first.state()))
-        assert len(json.dumps(state)) < 1000
-        assert [document.id for document in epoch(reader, ALONE, state)] == whole[stop:]
-
-
 def test_the_states_of_all_ranks_continue_with_any_other_number(reader: SeekingReader) -> None:
     options: list[dict[str, Any]] = [{}, {"seed": None}]
     changed = itertools.permutations([(1, 1), (2, 2), (3, 1)], 2)

@@ -112,57 +112,6 @@ def several(work: Callable[[int, Tasks], None], count: int = 1, attempts: int = 
     return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)
 
 
-def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path: Path) -> None:
-    """The process that has one is ready for more, and there is more."""
-
-    def work(slot: int, tasks: Tasks) -> None:
-        if not (tmp_path / "first").exists():
-            (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
-            os._exit(1)
-        asyncio.run(takes_what_comes(tmp_path, tasks))
-
-    with several(work) as workers:
-        done = dict(workers.run(range(6)))
-    assert (tmp_path / "first").read_text() == "0 1"
-    assert done == {0: {0}, 1: {1}, 2: {2, 3, 4, 5}, 3: {2, 3, 4, 5}, 4: {2, 3, 4, 5}, 5: {2, 3, 4, 5}}
-
-
-async def takes_what_comes(folder: Path, tasks: Tasks) -> None:
-    """Takes tasks until there is none for a while, and then ends what it has."""
-    while (task := await tasks.wait_for_next()) is not None:
-        mine = {task}
-        waiting = asyncio.create_task(tasks.wait_for_next())
-        while (await asyncio.wait([waiting], timeout=0.5))[0] and (more := waiting.result()) is not None:
-            mine.add(more)
-            waiting = asyncio.create_task(tasks.wait_for_next())
-        for task in mine:
-            tasks.done(task, mine)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-
-
-def test_a_worker_with_tasks_leaves_one_for_each_that_has_none(tmp_path: Path) -> None:
-    """The second worker starts only when the first one has taken all that it gets."""
-
-    def work(slot: int, tasks: Tasks) -> None:
-        if slot:
-            until((tmp_path / "has all").exists)
-        mine = [tasks.next()]
-        if not slot:
-            mine += [tasks.next(), tasks.next()]
-            (tmp_path / "has all").touch()
-            until((tmp_path / "other").exists)
-        else:
-            (tmp_path / "other").touch()
-        for task in mine:
-            assert task is not None
-            tasks.done(task, slot)
-        assert tasks.next() is None
-
-    with several(work, 2) as workers:
-        assert dict(workers.run(range(4))) == {0: 0, 1: 0, 2: 0, 3: 1}
-
-
 def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_path: Path) -> None:
     def work(slot: int, tasks: Tasks) -> None:
         async def one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import select
 import signal
 import sys
 import threading
@@ -112,6 +113,83 @@ def several(work: Callable[[int, Tasks], None], count: int = 1, attempts: int = 
     return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)
 
 
+def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_counts(tmp_path: Path) -> None:
+    """Task 1 kills its process. The first worker has three tasks then."""
+
+    def work(slot: int, tasks: Tasks) -> None:
+        mine = [tasks.next()]
+        if not (tmp_path / "first").exists():
+            (tmp_path / "first").touch()
+            mine += [tasks.next(), tasks.next()]
+        while mine != [None]:
+            with (tmp_path / "tried").open("a") as file:
+                file.write(f"{mine}\n")
+            if 1 in mine:
+                os.kill(os.getpid(), signal.SIGKILL)
+            (task,) = mine
+            assert task is not None
+            tasks.done(task, os.getpid())
+            mine = [tasks.next()]
+
+    with several(work) as workers:
+        done = dict(workers.run(range(4)))
+    assert sorted(done) == [0, 2, 3]
+    assert workers.lost == {1: "its worker process was ended by SIGKILL"}
+    tried = (tmp_path / "tried").read_text().splitlines()
+    assert tried == ["[0, 1, 2]", "[0]", "[1]", "[1]", "[2]", "[3]"]
+
+
+def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path: Path) -> None:
+    """The process that has one is ready for more, and there is more."""
+
+    def work(slot: int, tasks: Tasks) -> None:
+        if not (tmp_path / "first").exists():
+            (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
+            os._exit(1)
+        asyncio.run(takes_what_comes(tmp_path, tasks))
+
+    with several(work) as workers:
+        done = dict(workers.run(range(6)))
+    assert (tmp_path / "first").read_text() == "0 1"
+    assert done == {0: {0}, 1: {1}, 2: {2, 3, 4, 5}, 3: {2, 3, 4, 5}, 4: {2, 3, 4, 5}, 5: {2, 3, 4, 5}}
+
+
+async def takes_what_comes(folder: Path, tasks: Tasks) -> None:
+    """Takes tasks until there is none for a while, and then ends what it has."""
+    while (task := await tasks.wait_for_next()) is not None:
+        mine = {task}
+        waiting = asyncio.create_task(tasks.wait_for_next())
+        while (await asyncio.wait([waiting], timeout=0.5))[0] and (more := waiting.result()) is not None:
+            mine.add(more)
+            waiting = asyncio.create_task(tasks.wait_for_next())
+        for task in mine:
+            tasks.done(task, mine)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+def test_a_worker_with_tasks_leaves_one_for_each_that_has_none(tmp_path: Path) -> None:
+    """The second worker starts only when the first one has taken all that it gets."""
+
+    def work(slot: int, tasks: Tasks) -> None:
+        if slot:
+            until((tmp_path / "has all").exists)
+        mine = [tasks.next()]
+        if not slot:
+            mine += [tasks.next(), tasks.next()]
+            (tmp_path / "has all").touch()
+            until((tmp_path / "other").exists)
+        else:
+            (tmp_path / "other").touch()
+        for task in mine:
+            assert task is not None
+            tasks.done(task, slot)
+        assert tasks.next() is None
+
+    with several(work, 2) as workers:
+        assert dict(workers.run(range(4))) == {0: 0, 1: 0, 2: 0, 3: 1}
+
+
 def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_path: Path) -> None:
     def work(slot: int, tasks: Tasks) -> None:
         async def one() -> None:
@@ -159,6 +237,17 @@ def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path
 
     with several(work, 2) as workers:
         assert sorted(slot for _, slot in workers.run(range(2))) == [0, 1]
+
+
+def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(tmp_path: Path) -> None:
+    def work(slot: int, tasks: Tasks) -> None:
+        if not (tmp_path / "first").exists():
+            (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
+            signal.raise_signal(signal.SIGTERM)
+        asyncio.run(takes_what_comes(tmp_path, tasks))
+
+    with several(work) as workers:
+        assert dict(workers.run(range(2))) == {0: {0, 1}, 1: {0, 1}}
 
 
 class Stubborn(Exception):
@@ -399,6 +488,25 @@ def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(monkeypatch: pyte
     with group(run) as workers:
         assert dict(workers.run([1])) == {1: 1}
     assert time.monotonic() - began < 200
+
+
+def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
+    def run(slot: int, task: int) -> None:
+        (tmp_path / str(slot)).write_text(str(os.getpid()))
+        time.sleep(600)
+
+    if (parent := os.fork()) == 0:
+        with group(run) as workers:
+            list(workers.run(range(2)))
+        os._exit(0)
+    while len([path for path in tmp_path.iterdir() if path.read_text()]) < 2:
+        time.sleep(0.001)
+    handles = [os.pidfd_open(int(path.read_text())) for path in tmp_path.iterdir()]
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    for handle in handles:
+        assert select.select([handle], [], [], 120)[0]
+        os.close(handle)
 
 
 def test_a_process_ends_as_its_signal_asks_but_through_the_stack() -> None:

@@ -260,6 +260,15 @@ def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_
     assert state.newest is not None
 
 
+def test_a_lost_commit_is_damage(tmp_path: Path) -> None:
+    folder = write_rank(tmp_path, chunks=2)
+    (tmp_path / "last_chunk").mkdir()
+    (tmp_path / "last_chunk/00000.txt").write_text("2\n")
+    rank = read_one(tmp_path)
+    assert rank.state == "damaged"
+    assert f"{folder}/commits.jsonl holds 2 commits, none of them for chunk 2" in rank.reason
+
+
 # sums ----------------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +340,18 @@ def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path:
     assert read(tmp_path / "new").totals.not_started == 2
     write_rank(tmp_path / "unknown", history=[start(T)])
     assert read(tmp_path / "unknown", tasks=5, config={"executor": {}}).totals.not_started == 4
+
+
+def test_the_ranks_that_are_missing_and_those_of_another_run_are_named(tmp_path: Path) -> None:
+    for number in (0, 1, 5, 7):
+        write_rank(tmp_path, number, chunks=1, finished=True, tasks=6)
+    (tmp_path / "last_chunk").mkdir()
+    for number in (0, 1, 3, 5, 7):
+        (tmp_path / f"last_chunk/{number:05d}.txt").write_text("0\n")
+    state = read(tmp_path)
+    assert (state.missing, state.gone, state.foreign) == ([2, 3, 4], [3], [7])
+    assert ([rank.rank for rank in state.ranks], state.totals.documents) == ([0, 1, 5], 30)
+    assert (state.totals.not_started, state.is_finished) == (3, False)
 
 
 def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path: Path, hold: Hold) -> None:

@@ -19,6 +19,7 @@ from prometheus_client import generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Spread
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.monitoring import name_of_folder
@@ -85,6 +86,23 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert not re.search("_(ms|minutes|kb|percent|count|sum|bucket|created)$", name), "base units, no own suffixes"
         assert not {"le", "quantile", "job", "instance", *RANK_LABELS} & set(metric.labels) or name.endswith("_info")
         assert metric.help.endswith(".")
+
+
+def test_the_text_says_what_the_rank_did() -> None:
+    found = samples(exposition([metrics()]).decode(), run="my run", rank="3")
+    assert found[f"rank_info node7 4711_5 {__version__}"] == 1
+    assert [found[f"rank_state {state}"] for state in ("starting", "running", "done")] == [0, 1, 0]
+    assert found["rank_seconds inference"] == 8.5
+    assert [found[f"rank_documents {outcome}"] for outcome in ("written", "dropped", "dead")] == [35, 3, 2]
+    assert (found["rank_tokens prompt"], found["rank_tokens completion"]) == (500, 250)
+    assert found["input_done_ratio"] == 0.25
+    assert found["documents_total"] == 7
+    assert (found["requests_total answered"], found["requests_total failed"]) == (12, 2)
+    assert (found["requests_in_flight"], found["requests_waiting"], found["documents_in_progress"]) == (5, 6, 8)
+    assert (found["request_errors_total timeout"], found["request_errors_total HTTP 503"]) == (2, 3)
+    assert (found["request_retries_total error"], found["request_retries_total server_lost"]) == (4, 1)
+    assert found["job_ranks"] == 8
+    assert found["updated_timestamp_seconds"] == 1234.5
 
 
 def test_a_histogram_has_every_value_below_its_ends() -> None:

@@ -266,6 +266,17 @@ def test_gpus_are_counted_and_a_machine_without_divides_nothing(
 
 
 @pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
+async def test_replicas_get_gpus_of_their_own(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
+
+    async with leased_gpus(config(replicas=2, tp=2)) as leases:
+        assert [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] == ["0,1", "2,3"]
+    with pytest.raises(ConfigError, match=r"3 servers with tp \* dp \* pp = 2 need 6 GPUs, and this task sees 4"):
+        await gpus(replicas=3, tp=2)
+
+
+@pytest.mark.usefixtures("four_gpus")
 async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> None:
     async with AsyncExitStack() as ranks:
         first = await ranks.enter_async_context(leased_gpus(config(tp=2)))

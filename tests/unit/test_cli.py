@@ -13,7 +13,6 @@ from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
-from datatrove_ckpt.cli.yaml_config import read_value
 from tests.yaml_jobs import job_yaml, write_job
 
 _INFERENCE = "      - class_path: InferenceRunner\n"
@@ -81,14 +80,6 @@ def test_the_exit_code_and_the_last_line_say_how_a_run_ended(
     assert run(f"--pipeline.1.end={end}") == code
     assert capsys.readouterr().err.endswith(said)
     assert Path("logs/completions/00000").exists() == (code == 0)
-
-
-def test_a_dry_run_builds_everything_prints_it_and_runs_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--dry-run") == 0
-    steps = read_value(capsys.readouterr().out)["executor"]["init_args"]["pipeline"]
-    assert steps[1] == {"class_path": "my_steps.Step", "init_args": {"end": "done"}}
-    assert not Path("logs").exists()
-    assert not Path("output").exists()
 
 
 @pytest.mark.parametrize(
@@ -170,18 +161,6 @@ def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(
     assert "Traceback" in logged
     assert "CheckpointMismatch: The prompt is another one." in logged
     assert not Path("logs/completions/00000").exists()
-
-
-@pytest.mark.slow
-def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) -> None:
-    # The other rank is stopped, perhaps just before datatrove can close its log.
-    warnings = ["-W", "error", "-W", "ignore::ResourceWarning"]
-    command = [sys.executable, *warnings, "-m", "datatrove_ckpt", "run", "job.yaml"]
-    overrides = ["--executor.tasks=2", "--executor.workers=2", "--pipeline.1.end=own"]
-    ended = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=400, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("error: The prompt is another one.\n")
-    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.matrix

@@ -6,8 +6,6 @@ import heapq
 import random
 import re
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from types import SimpleNamespace
 
 import pytest
@@ -82,13 +80,6 @@ def answer(status: int, text: str = "", url: str = "https://hub/api/x", **header
 )
 def test_the_hubs_advice_is_found_wherever_it_stands(error: OSError, seconds: float | None) -> None:
     assert advised_seconds(error) == seconds
-
-
-def test_a_date_is_advice_too() -> None:
-    then = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
-    advised = advised_seconds(answer(429, Retry_After=then))
-    assert advised is not None
-    assert 3000 < advised <= 3600
 
 
 @pytest.mark.parametrize(

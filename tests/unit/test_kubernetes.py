@@ -159,14 +159,6 @@ def test_packages_beside_the_file_lie_where_pods_import_them(command: Command) -
         Path("k8s_odd", name).unlink()
 
 
-def test_a_large_module_must_be_in_the_image(command: Command) -> None:
-    Path("k8s_large.py").write_text("async def rollout(document, generate): ...\n" + "# much\n" * 40_000)
-    on_volume("k8s_large.rollout")
-    printed = command("k8s", "job.yaml")
-    assert manifests(printed)[0]["data"].keys() == {"job.yaml"}
-    assert "k8s_large: is not in the ConfigMap: it must be in the image." in printed.err
-
-
 def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> None:
     on_volume(more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n")
     printed = command("k8s", "job.yaml", "--kubernetes.gpus=2", "--kubernetes.workers=9", "--kubernetes.cpu=500m")

@@ -42,25 +42,6 @@ def admit(chunks: ChunkTracker, ordinal: int) -> ChunkSlot:
     return slot
 
 
-def described(chunks: list[Chunk]) -> list[tuple[int, int, int, str]]:
-    return [(chunk.index, chunk.first_ordinal, chunk.read, chunk.last_input) for chunk in chunks]
-
-
-def test_a_chunk_is_complete_when_its_last_document_finishes_whatever_the_order(tmp_path: Path) -> None:
-    chunks, complete = tracker(tmp_path)
-    slots = [admit(chunks, ordinal) for ordinal in range(5)]
-    assert [(slot.ordinal, slot.chunk.index) for slot in slots] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
-    for ordinal in (3, 1, 2, 4):
-        chunks.document_finished(slots[ordinal].chunk)
-    assert described(complete) == [(1, 2, 2, "input 3")]
-    chunks.end_of_input()
-    assert described(complete) == [(1, 2, 2, "input 3"), (2, 4, 1, "input 4")]
-    assert not chunks.all_complete
-    chunks.document_finished(slots[0].chunk)
-    assert described(complete)[-1] == (0, 0, 2, "input 1")
-    assert chunks.all_complete
-
-
 def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_compared(tmp_path: Path) -> None:
     done = {1: Commit(1, 2, DocumentCounts(read=1), last_input="input 2")}
     chunks, complete = tracker(tmp_path, ResumePoint(done=done))
@@ -124,27 +105,6 @@ def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] 
         assert changed.wait(30)
         changed.clear()
         checkpoint.raise_failure()
-
-
-def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> None:
-    checkpoint = opened(tmp_path)
-    assert checkpoint.resumed.is_fresh
-    slots = [checkpoint.admit(f"input {n}") for n in range(3)]
-    assert [(slot.ordinal, slot.chunk.index, slot.cached) for slot in slots if slot][2] == (2, 1, False)
-    assert slots[1] is not None
-    checkpoint.finish(slots[1], Finished(1, "dropped", "input 1", b"null"))
-    checkpoint.close()
-    checkpoint = opened(tmp_path)
-    assert list(checkpoint.resumed.journals) == [0]
-    run(checkpoint, 5)
-    counts = checkpoint.counts
-    checkpoint.close(completed=True)
-    assert (counts.read, counts.written, counts.dropped) == (5, 4, 1)
-    left = ["commits.jsonl", "history.jsonl", "run.json", "shard.json"]
-    assert sorted(path.name for path in (tmp_path / "00000").iterdir()) == left
-    again = opened(tmp_path)
-    assert (again.resumed.next_ordinal, again.counts) == (5, counts)
-    again.close(completed=True)
 
 
 def no_locks(fd: int, how: int) -> None:

@@ -302,23 +302,6 @@ def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path: Path, log: lis
     assert log == []
 
 
-def test_an_upload_that_fails_in_a_run_is_retried_while_generation_continues(
-    files: type[Breaking], tmp_path: Path, server: FakeServer
-) -> None:
-    all_asked = threading.Event()
-
-    def fail(path: str) -> None:
-        if not all_asked.wait(0.01) and sum(server.asked.values()) < 10:
-            raise ConnectionError
-        all_asked.set()
-
-    files.before = fail
-    output = JsonlWriter("breaking://output", "${rank}_${chunk_index}.jsonl", compression=None)
-    runner(tmp_path, server, output_writer=output).run(iter(documents(10)))
-    assert len([name for name in files.store if name.startswith("/output/")]) == 5
-    assert all_asked.is_set()
-
-
 def test_an_upload_that_can_never_succeed_stops_the_rank_and_keeps_every_answer(
     files: type[Breaking], tmp_path: Path, server: FakeServer
 ) -> None:

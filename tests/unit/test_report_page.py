@@ -100,12 +100,6 @@ def test_only_markup_is_not_escaped() -> None:
     assert element("p", "a\x07b", hidden=None, stroke_width=1.26) == '<p stroke-width="1.3">a\ufffdb</p>'
 
 
-def test_an_empty_run_makes_a_page() -> None:
-    read = Reader(Page("folder", "", "not started", "warning", START, "1.0").html())
-    assert "not started" in read.text
-    assert read.all("svg") == []
-
-
 @pytest.mark.parametrize("values", [[None], [0.0], [None, 3.0, None]])
 def test_a_chart_of_odd_values_is_drawn(values: list[float | None]) -> None:
     edges = [START + 60 * index for index in range(len(values) + 1)]

@@ -52,18 +52,6 @@ def group(
     return Workers(multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts)
 
 
-def test_every_task_is_done_once_by_at_most_so_many_processes(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> tuple[int, int, int]:
-        return slot, os.getpid(), task * 10
-
-    with group(run, 3) as workers:
-        done = dict(workers.run(range(20)))
-    assert {task: value[2] for task, value in done.items()} == {task: task * 10 for task in range(20)}
-    assert {slot for slot, _, _ in done.values()} <= {0, 1, 2}
-    assert len({pid for _, pid, _ in done.values()}) <= 3
-    assert os.getpid() not in {pid for _, pid, _ in done.values()}
-
-
 def test_a_worker_tunes_the_collector_once_for_all_its_tasks() -> None:
     with group(lambda slot, task: (gc.get_threshold()[0], gc.get_freeze_count()), 1) as workers:
         thresholds, frozen = zip(*dict(workers.run(range(3))).values(), strict=True)

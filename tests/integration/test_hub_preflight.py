@@ -243,22 +243,6 @@ def test_the_doctor_names_commits_and_files(job: Run, hub: FakeHub) -> None:
     assert {request.kind for request in hub.requests} == {"auth-check", "tree", "paths-info"}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("what", ["missing", "limited"])
-def test_the_doctor_finds_what_would_end_the_run(job: Run, hub: FakeHub, policy: ChangePolicy, what: str) -> None:
-    says = {"missing": "make it: hf repos create org/data", "limited": "the hub answers 429"}
-    policy("HUB_PROBE", patience=0.1)
-    if what != "missing":
-        hub.create_repo("org/data")
-        hub.fail("auth-check", 429, times=None, headers={"Retry-After": "3000"})
-    said = job("doctor", code=1)
-    line = doctor_lines(said.out)["output, reachable"]
-    assert line.startswith("problem: ")
-    assert says[what] in line
-    assert "hf_Fake" not in said
-    assert not hub.asked("create", "commit")
-
-
 # what it costs -------------------------------------------------------------------------------------------------------
 
 

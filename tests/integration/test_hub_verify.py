@@ -150,21 +150,6 @@ def test_a_repository_that_cannot_be_listed_is_one_line(
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_no_hang(cli: Cli, hub: FakeHub, policy: ChangePolicy) -> None:
-    cli("run", "job.yaml")
-    policy("HUB_LOOK", patience=0.2, first=0.01)
-    held = hub.hold("tree", times=None)
-    try:
-        for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
-            said = cli(*command, code=1)
-            assert "no answer within 0 s" in said
-            assert "hf://datasets/org/data/part: cannot be listed" in said
-            assert "heck the network" in said
-    finally:
-        held.release()
-
-
-@pytest.mark.slow
 def test_a_first_listing_that_fails_for_a_moment_is_made_again(cli: Cli, hub: FakeHub, policy: ChangePolicy) -> None:
     cli("run", "job.yaml")
     policy("HUB_LOOK", first=0.01)

@@ -255,46 +255,6 @@ def test_cancel_with_and_without_jobs(
 
 
 @pytest.mark.slow
-def test_status_looks_at_a_run_that_works_and_cancel_ends_it(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command
-) -> None:
-    def slow(payload: dict[str, Any], times: int) -> float:
-        return 0.0 if int(payload["messages"][-1]["content"].split()[2]) < 5 else 20.0
-
-    def look() -> None:
-        while not seen:
-            done = {name for name in hub.files(BUCKET, kind="bucket") if "commits.jsonl" in name or "/objects/" in name}
-            if len(done) > 3:
-                seen.append(main_in_a_process("status", "job.yaml"))
-                seen.append(main_in_a_process("status", f"hf://buckets/{BUCKET}/run/logs/checkpoints"))
-                seen.append(main_in_a_process("run", "job.yaml", "--pipeline.1.drain_seconds=0.1", "--cancel"))
-            time.sleep(0.2)
-
-    seen: list[str] = []
-    with FakeServer(answer, delay=slow) as server:
-        write_job(hub, server.url, 2, 20, workers=1)
-        watch = threading.Thread(target=look)
-        watch.start()
-        said = command("run", "job.yaml", "--pipeline.1.drain_seconds=0.1", code=1)
-        watch.join()
-    (job,) = jobs.all
-    assert "2 of 2 tasks are not complete" in said.error
-    assert "ended as CANCELED: canceled" in said.error
-    assert f"hf jobs logs {job.id}" in said.error
-    assert "Run the same command again" in said.error
-    for status in seen[:2]:
-        assert "1 running" in status, status
-        assert "% of the input" in status, status
-    assert "Canceled 1 job" in seen[2]
-
-
-def main_in_a_process(*words: str) -> str:
-    """What a command prints; this process runs one already."""
-    done = subprocess.run([sys.executable, "-m", "datatrove_ckpt", *words], capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refused", "code", "started", "why"),
     [

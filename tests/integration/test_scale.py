@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
-import io
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,9 +14,7 @@ from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.ranks import make, measure
-from tests.commands import Command
 from tests.jobs import documents, runner, writer
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 RANKS = 6
 LISTINGS = 4  # at most, whatever the number of ranks
@@ -48,44 +42,6 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(
     plan = RunPlan(LocalPipelineExecutor([], RANKS, logging_dir=str(tmp_path / "logs")))
     check_output_of_run(plan, writer(tmp_path), checkpoints)
     assert 0 < len(listed) <= LISTINGS
-
-
-def test_a_resume_and_its_end_read_the_commits_of_a_rank_three_times(
-    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the run, when the rank starts, and at the end of all: none of them may trust what was there before."""
-    read: Counter[str] = Counter()
-    real = open
-
-    def counting(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
-        opened = real(file, mode, *rest, **options)
-        if mode != "rb" or not str(file).endswith("commits.jsonl"):
-            return opened
-        opened.close()
-        return io.BufferedReader(Counted(file))
-
-    class Counted(io.FileIO):
-        def readall(self) -> bytes:
-            data = super().readall()
-            read[Path(str(self.name)).parent.name] += bool(data)
-            return data
-
-        def readinto(self, buffer: Any) -> int:
-            at, size = self.tell(), super().readinto(buffer)
-            read[Path(str(self.name)).parent.name] += at == 0 and size > 0
-            return size
-
-    with FakeServer() as server:
-        text = job_yaml(ENDPOINT.replace("URL", server.url)) + "          records_per_chunk: 2\n"
-        write_job(here, text, [f"text {index}" for index in range(10)])
-        command("run", "job.yaml")
-        (here / "output/00000_00004.jsonl").unlink()
-        command("repair", "checkpoints", "--logging-dir", "logs")
-        monkeypatch.setattr(io, "open", counting)
-        monkeypatch.setattr(builtins, "open", counting)
-        said = command("run", "job.yaml")
-    assert "10 of 10 documents" in said
-    assert read == {"00000": 3}
 
 
 @pytest.mark.slow

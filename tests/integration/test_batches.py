@@ -228,26 +228,6 @@ def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path: Pat
     assert output(tmp_path) == output(tmp_path / "other")
 
 
-@pytest.mark.usefixtures("reraised")
-def test_documents_whose_texts_are_all_in_flight_at_a_stop_finish(tmp_path: Path) -> None:
-    finished: list[str] = []
-
-    async def rollout(document: Document, generate: Any) -> object:
-        vectors = await generate.embed([document.text, f"{document.text} again"])
-        finished.append(document.id)
-        return vectors
-
-    with FakeServer(hold_after=0) as server:
-        server.paths = {"/v1/embeddings": embeddings}
-        config = {"texts_per_request": 6, "max_concurrent_documents": 3}
-        step = runner(tmp_path, server, rollout, drain_seconds=600, config=config)
-        preempted(step, 6, server, 1)
-        assert sizes(server) == [6]
-        assert finished == ["id 0", "id 1", "id 2"]
-        step.run(documents(6))
-    assert finished == [f"id {index}" for index in range(6)]
-
-
 # The engine of test_supervision, with embeddings. It dies of the text "die", and once of "die once".
 EMBEDS = ENGINE.replace(
     '    question = payload["messages"][0]["content"]\n',

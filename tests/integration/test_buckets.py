@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +23,16 @@ from huggingface_hub.errors import EntryNotFoundError
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.stores import ObjectClaims
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.mirror.manifests import Part, Versions
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
@@ -390,3 +394,16 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
         (second,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
         assert first != second
         assert len(second.splitlines()) == 3
+
+
+def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job: FakeHub, tmp_path: Path) -> None:
+    def taken() -> None:
+        raise Fenced("Another process has taken over")
+
+    (tmp_path / "staged").write_text("content")
+    uploads = HubUploads(HubFolder.parse(f"{BUCKET}/output"), StoppableCalls(), SimpleNamespace(check=taken))
+    uploads.upload({"a": tmp_path / "staged"})
+    job.fail("batch", status=409)
+    with pytest.raises(Fenced):
+        uploads.upload({"b": tmp_path / "staged"})
+    assert output(job).keys() == {"output/a"}

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
-from datatrove_ckpt.process import preemption
-from datatrove_ckpt.process.shutdown import SAME_EVENT
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_kills import IN_FLIGHT, QUESTIONS, Job
@@ -133,15 +131,6 @@ def test_a_script_in_a_pipe_ends_with_its_manager(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_done_ends_with_its_manager(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server)
-        server.release()
-        assert script.ends_with_all() == 0
-    assert script.output.endswith("done\n")
-
-
-@pytest.mark.slow
 def test_nohup_keeps_its_effect(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -208,19 +197,6 @@ def test_a_signal_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(
         assert subprocess.run(script.popen.args, cwd=tmp_path, capture_output=True, check=False).returncode == 0
         assert server.asked == asked, "an answer was requested again"
     assert sorted(outputs(tmp_path / "output")) == ["00000_00000.jsonl", "00001_00000.jsonl"]
-
-
-@pytest.mark.slow
-def test_a_second_signal_ends_a_program_with_a_pool_at_once(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, 2, 3600, "fork")
-        script.popen.terminate()
-        log = tmp_path / "logs" / "logs" / "task_00000.log"
-        until(lambda: "requests in flight have" in log.read_text())
-        time.sleep(SAME_EVENT)  # an earlier one is taken for the same event
-        script.popen.terminate()
-        # Its pool takes no errors any more, so a worker ends after the 5 s that it has to hand one in.
-        assert script.ends_with_all(15, preemption._HAND_IN_FAST_SECONDS + 5) == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow

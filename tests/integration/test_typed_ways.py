@@ -17,7 +17,7 @@ from datatrove_ckpt import Classification, InferenceConfig, InferenceRunner
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, documents, letters, rows, runner, writer
+from tests.jobs import Budget, documents, rows, runner, writer
 
 Payload = dict[str, Any]
 DIMENSIONS = 4
@@ -211,34 +211,6 @@ def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path: Path) -
         place = {"output_writer": writer(folder), "checkpoints_local_dir": str(folder / "checkpoints")}
         InferenceRunner(ask, config, records_per_chunk=2, **place).run(documents(2))
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
-
-
-def test_a_text_that_the_server_refuses_fails_its_document_alone(numbers: FakeServer, tmp_path: Path) -> None:
-    async def ask(document: Document, generate: Any) -> object:
-        return (await generate.embed([document.text, "fine"])).tolist()
-
-    numbers._status = lambda payload, times: 400 if payload["input"] == "text 1" else None
-    runner(tmp_path, numbers, ask, on_document_error="dead_letter").run(documents(3))
-    assert [row["id"] for row in rows(tmp_path)] == ["id 0", "id 2"]
-    assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
-
-
-def test_an_answer_of_another_form_is_asked_again(numbers: FakeServer, tmp_path: Path) -> None:
-    async def ask(document: Document, generate: Any) -> object:
-        return await generate.embed(document.text)
-
-    given = 0
-
-    def broken_once(payload: Payload) -> Payload:
-        nonlocal given
-        given += 1
-        return {"data": [{"index": 0, "embedding": [0.5, None]}]} if given == 1 else embeddings(payload)
-
-    numbers.paths = {"/v1/embeddings": broken_once}
-    runner(tmp_path, numbers, ask).run(documents(1))
-    assert given == 2
-    (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
-    assert np.array(result, np.float32).tobytes() == np.array(vector_of("text 0"), np.float32).tobytes()
 
 
 @pytest.mark.parametrize("adapted", [False, True])

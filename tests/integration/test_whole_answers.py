@@ -74,35 +74,6 @@ def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_pat
         assert list(result) == ["text", "finish_reason", "usage", "reasoning"]
 
 
-def test_a_rollout_can_write_the_id_and_the_model_of_an_answer(whole: FakeServer, tmp_path: Path) -> None:
-    """Also those of answers that were cached before a kill."""
-
-    async def ask(document: Document, generate: Any) -> object:
-        chat = {"messages": [{"role": "user", "content": document.text}], **QUESTION}
-        answers = [await generate(chat), await generate({**chat, "seed": 1})]
-        document.metadata["ids"] = [[answer.response_id, answer.model] for answer in answers]
-        return answers[0]
-
-    budget = Budget()
-    whole._status, budget.left = budget, 3
-    with pytest.raises(CkptError):
-        runner(tmp_path, whole, ask).run(documents(3))
-    budget.left = 99
-    runner(tmp_path, whole, ask).run(documents(3))
-    assert [row["metadata"]["ids"] for row in rows(tmp_path)] == [[["fake", ""], ["fake", ""]]] * 3  # it names no model
-
-
-def test_whole_answers_in_parquet(whole: FakeServer, tmp_path: Path) -> None:
-    import pyarrow.parquet
-
-    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
-    runner(tmp_path, whole, ask_whole, output_writer=writer).run(documents(3))
-    table = pyarrow.parquet.read_table(tmp_path / "output")
-    (result,) = table.to_pylist()[0]["metadata"]["rollout_results"]
-    assert result["tool_calls"] == [CALL]
-    assert [choice["finish_reason"] for choice in result["choices"]] == ["stop", "stop"]
-
-
 async def ask_other_paths(document: Document, generate: Any) -> object:
     """The same payload to two paths, and a completion, which alone has defaults and a seed."""
     payload = {"input": document.text}
@@ -313,15 +284,6 @@ def test_thoughts_among_the_parts_of_a_content_are_its_reasoning(content: Any, t
     assert (found.text, found.reasoning) == (text, reasoning)
 
 
-def test_a_server_that_ignores_n_is_refused(server: FakeServer, tmp_path: Path) -> None:
-    async def ask(document: Document, generate: Any) -> object:
-        return await generate({"messages": [{"role": "user", "content": document.text}], "n": 3})
-
-    server.most_choices = 1
-    with pytest.raises(ServerRefused, match="the server ignores n"):
-        runner(tmp_path, server, ask).run(documents(1))
-
-
 ENDED = {"finish_reason": "tool_calls"}
 CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
 
@@ -397,29 +359,6 @@ def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_
 def _with_logprobs_at_last(server: FakeServer, times: int) -> str:
     server.logprobs = LOGPROBS if times else None
     return "hi"
-
-
-@pytest.mark.parametrize("first_call", [0, 1, 2, 3])
-def test_chunks_have_one_schema_whenever_the_first_tool_call_comes(
-    server: FakeServer, tmp_path: Path, first_call: int
-) -> None:
-    import pyarrow.dataset
-    import pyarrow.parquet
-
-    async def ask(document: Document, generate: Any) -> object:
-        calls = int(document.id[-1]) >= first_call
-        server.message = {"tool_calls": [CALL]} if calls else {"tool_calls": []}
-        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
-        return await generate({"messages": [{"role": "user", "content": document.text}], "tools": [tool]})
-
-    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
-    config = {"max_concurrent_documents": 1}
-    runner(tmp_path, server, ask, config=config, output_writer=writer, records_per_chunk=1).run(documents(3))
-    files = [str(file) for file in sorted((tmp_path / "output").iterdir())]
-    assert len({str(pyarrow.parquet.read_schema(file).field("metadata").type) for file in files}) == 1
-    found = pyarrow.dataset.dataset(files).to_table().to_pylist()
-    calls = [row["metadata"]["rollout_results"][0]["tool_calls"] for row in found]
-    assert [bool(each) for each in calls] == [number >= first_call for number in range(3)]
 
 
 def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat() -> None:

@@ -135,27 +135,6 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server: FakeS
     assert_whole(server, command)
 
 
-@pytest.mark.slow
-def test_twenty_workers_share_a_hundred_tasks_while_some_are_killed_and_some_sleep(
-    server: FakeServer, command: Command
-) -> None:
-    write(server, tasks=100)
-    workers = [worker() for _ in range(12)]
-    until(lambda: len(complete()) >= 5)
-    os.kill(workers[0].pid, signal.SIGKILL)
-    os.kill(workers[1].pid, signal.SIGSTOP)
-    workers += [worker() for _ in range(8)]
-    until(lambda: len(complete()) >= 50)
-    os.kill(workers[2].pid, signal.SIGKILL)
-    os.kill(workers[1].pid, signal.SIGCONT)
-    for process in workers:
-        process.communicate(timeout=300)
-    assert Counter(process.returncode for process in workers) == {0: 18, -signal.SIGKILL: 2}
-    assert len(complete()) == 100
-    ended(worker("--fail-on-dead-letters"))
-    assert_whole(server, command, 100)
-
-
 def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server: FakeServer, command: Command) -> None:
     write(server)
     first = worker()

@@ -159,16 +159,6 @@ def run_rank(folder: Path, server: FakeServer, rank: int = 0, number: int = 4, *
     runner(folder, server, **changes).run(documents(number), rank=rank, world_size=2)
 
 
-def test_a_rank_that_may_not_write_asks_no_server(
-    tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.create_repo("org/data")
-    monkeypatch.setenv("HF_TOKEN", hub.expired_token)
-    with pytest.raises(OutputFailed, match=r"the hub answers 401"):
-        run_rank(tmp_path, server)
-    assert not server.payloads
-
-
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
     tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy

@@ -40,16 +40,6 @@ def remove(hub: FakeHub, *names: str) -> None:
     repo.commit("main", "by hand", "", hub.clock.now(), [], list(names))
 
 
-def test_intact_output_beside_a_card_is_no_problem(cli: Cli, hub: FakeHub) -> None:
-    cli("run", "job.yaml")
-    assert [name for name in hub.files("org/data") if name not in CARD] == FILES
-    for full in ([], ["--full"]):
-        said = cli("verify", "checkpoints", *full)
-        assert "no problem" in said
-    cli("run", "job.yaml")
-    cli("status", "checkpoints")
-
-
 def test_a_file_removed_by_hand_is_found_named_and_made_again(cli: Cli, hub: FakeHub, server: FakeServer) -> None:
     cli("run", "job.yaml")
     before = hub.files("org/data")

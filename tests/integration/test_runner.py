@@ -203,6 +203,32 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
     assert [line["metadata"]["rollout_results"] for line in rows(tmp_path)] == [[drawn[n]] for n in range(3)]
 
 
+def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_path: Path) -> None:
+    drawn: list[str] = []
+
+    def answer(payload: dict[str, Any], times: int) -> str:
+        drawn.append(f"sample {len(drawn)}")
+        return drawn[-1]
+
+    fail = [True]
+
+    async def rollout(document: Document, generate: Any) -> Any:
+        payload = {"messages": [{"role": "user", "content": document.text}], "temperature": 1.0}
+        texts = [(await generate(payload)).text for _ in range(3)]
+        if fail[0]:
+            raise RuntimeError("not yet")
+        return texts
+
+    with FakeServer(answer) as server:
+        step = runner(tmp_path, server, rollout)
+        with pytest.raises(DocumentFailed, match="not yet"):
+            step.run(documents(1))
+        fail[0] = False
+        step.run(documents(1))
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [["sample 0", "sample 1", "sample 2"]]
+    assert len(drawn) == 3
+
+
 # errors a rollout sees, and what becomes of its document ---------------------------------------------------------
 
 

@@ -164,6 +164,7 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server: 
     assert_whole(server, command)
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(server: FakeServer) -> None:
     write(server, at_once=1)
     text = Path("job.yaml").read_text().replace("workers: 1\n", "workers: 1\n    max_rank_attempts: 1\n")

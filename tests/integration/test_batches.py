@@ -62,7 +62,8 @@ def test_texts_of_several_documents_share_requests(shared: FakeServer, tmp_path:
     runner(tmp_path / "alone", shared, embed).run(documents(10))
     assert sizes(shared) == [1] * 30
     shared.payloads.clear()
-    runner(tmp_path, shared, embed, config={"texts_per_request": 8}).run(documents(10))
+    config = {"texts_per_request": 8, "default_generation_params": {"temperature": 0.5}, "seed": 1}
+    runner(tmp_path, shared, embed, config=config).run(documents(10))
     assert output(tmp_path) == output(tmp_path / "alone")
     assert (sum(sizes(shared)), max(sizes(shared))) == (30, 8)
     assert len(shared.payloads) < 10

@@ -21,7 +21,7 @@ from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollou
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.integration.test_examples import write_documents
-from tests.integration.test_typed_ways import DIMENSIONS, PATHS, vector_of
+from tests.integration.test_typed_ways import DIMENSIONS, PATHS, all_ways, vector_of
 from tests.jobs import Budget, config, documents, ids, letters, rows, runner
 from tests.pages import ROOT, blocks
 
@@ -34,6 +34,7 @@ ROLLOUTS = [
     (JudgeRollout(judge_prompt="Rate {text}", score_pattern="[0-9]+"), 1),
     (ChunkedRollout("Q {text}", max_chars_per_part=4, carry="conversation"), 2),
     (JudgeRollout("Sum up {text}", judge_prompt="Rate {answer}", score_pattern="[0-9]+"), 2),
+    (all_ways, 6),
 ]
 
 

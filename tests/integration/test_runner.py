@@ -474,6 +474,14 @@ def test_a_secret_in_an_endpoint_url_comes_from_the_environment(monkeypatch: pyt
     assert str(hidden.reveal()) == "http://127.0.0.1:1/?api-version=2024-10-21&code=hush"
 
 
+def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> None:
+    runner(tmp_path, server).run(documents(2))
+    runner(tmp_path, server, config={"model_name_or_path": "other"}, accept_changes=True).run(documents(3))
+    runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(4))
+    record = json.loads((tmp_path / "checkpoints" / "00000" / "run.json").read_text())["accepted_changes"]
+    assert [(change["field"], change["old"], change["new"]) for change in record] == [("model", "fake", "other")]
+
+
 def test_what_cannot_change_an_answer_may_change(tmp_path: Path, server: FakeServer) -> None:
     runner(tmp_path, server).run(documents(2))
     changes = {"max_concurrent_generations": 3, "request_timeout": 5, "tp": 1, "server_log_folder": "x", "dp": 2}

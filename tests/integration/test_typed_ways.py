@@ -94,30 +94,6 @@ async def all_ways(document: Document, generate: Any) -> object:
     return {"both": both, "class": named, "text": text}
 
 
-def test_each_way_is_kept_and_never_asked_twice(numbers: FakeServer, tmp_path: Path) -> None:
-    """Killed after each request in turn, and resumed: the same bytes, and no answer is paid twice."""
-    config = {"max_concurrent_documents": 1, "default_generation_params": {"temperature": 0.5}, "seed": 1}
-    runner(tmp_path / "other", numbers, all_ways, config=config).run(documents(2))
-    per_run = len(numbers.payloads)
-    budget = Budget()
-    numbers._status = budget
-    for _ in range(per_run - 1):
-        budget.left = 1
-        with pytest.raises(CkptError):
-            runner(tmp_path, numbers, all_ways, config=config).run(documents(2))
-    budget.left = 1  # one answer is missing
-    runner(tmp_path, numbers, all_ways, config=config).run(documents(2))
-    assert budget.left == 0
-    answered = tmp_path / "other" / "output" / "00000_chunk_00000.jsonl"
-    assert (tmp_path / "output" / answered.name).read_bytes() == answered.read_bytes()
-    (row, _) = rows(tmp_path)
-    vector = np.array(row["metadata"]["vector"], np.float32)
-    assert vector.tobytes() == np.array(vector_of("text 0"), np.float32).tobytes()
-    (result,) = row["metadata"]["rollout_results"]
-    assert result["class"] == {"label": "good", "score": 0.75, "scores": {"bad": 0.25, "good": 0.75}}
-    assert set(numbers.payloads[0]) == {"input", "encoding_format", "model"}
-
-
 def test_what_a_way_is_told_apart_by(numbers: FakeServer, tmp_path: Path) -> None:
     """The same payload by a path and by a method are two answers."""
 

@@ -161,7 +161,7 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared: FakeSe
     assert alone
 
 
-def test_an_error_that_stops_the_rank_stops_it_once(shared: FakeServer, tmp_path: Path, log: list[str]) -> None:
+def test_an_error_that_stops_the_rank_stops_it_once(shared: FakeServer, tmp_path: Path) -> None:
     shared._status = lambda payload, times: 401
 
     async def ask(document: Document, generate: Any) -> object:
@@ -242,9 +242,7 @@ EMBEDS = ENGINE.replace(
 
 
 @pytest.mark.parametrize("text", ["die once", "die"])
-def test_a_server_that_dies_of_a_text_fails_no_other_document(
-    here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy, text: str
-) -> None:
+def test_a_server_that_dies_of_a_text_fails_no_other_document(here: Path, policy: ChangePolicy, text: str) -> None:
     policy("RELAUNCH", first=0.0)
     policy("RESTART", first=0.01)
     (here / "engine.py").write_text(EMBEDS)

@@ -285,7 +285,7 @@ def test_lists_that_lag_lose_and_repeat_nothing(job: FakeHub, server: FakeServer
     assert len(output(job)) == 4
 
 
-def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: FakeHub, tmp_path: Path) -> None:
+def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: FakeHub) -> None:
     step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
     mirrored = Versions(f"{BUCKET}/mirror/00000")
     job.put("org/job", {"logs/completions/00000": b"", "mirror/00000/objects/old": b""}, kind="bucket")

@@ -434,9 +434,7 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     assert set(server.asked.values()) == {1}
 
 
-def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(
-    hub: FakeHub, server: FakeServer, tmp_path: Path
-) -> None:
+def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(hub: FakeHub, server: FakeServer) -> None:
     fault = hub.fail("commit", 403, times=None)
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
     step = InferenceRunner(ask, job_config(server), writer)

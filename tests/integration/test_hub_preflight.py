@@ -116,7 +116,7 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(hub: FakeHub, log: list[str
 
 
 def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(
-    hub: FakeHub, log: list[str], monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
     policy("HUB_LOOK", patience=0.0)  # a refusal for now does not use it up
     slept: list[float] = []

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +62,6 @@ def run(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: F
 
 def written() -> list[str]:
     return sorted(row["id"] for row in rows(Path()))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "loss", [lambda: shutil.rmtree("checkpoints"), lambda: shutil.rmtree("checkpoints/00001")], ids=["all", "a rank"]
-)
-def test_markers_without_checkpoints_are_refused(run: Run, loss: Callable[[], None]) -> None:
-    run()
-    loss()
-    error = run(code=1)
-    assert "completions marks task" in error
-    assert f"{Path('checkpoints').absolute()} holds no checkpoint" in error
-    assert "bring them back" in error
-    assert not run.server.asked
 
 
 @pytest.mark.slow

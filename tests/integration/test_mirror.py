@@ -734,7 +734,7 @@ def test_a_node_without_the_key_does_not_continue_a_sealed_mirror(
     assert not server.asked
 
 
-def test_a_seal_holds_for_one_content_one_version_and_one_rank(job: Job, key: str, ram: Path) -> None:
+def test_a_seal_holds_for_one_content_one_version_and_one_rank(job: Job, key: str) -> None:
     job.run_until("text 4 again")
     newest = manifests(job)[-1]
     content = newest.read_bytes()
@@ -782,9 +782,7 @@ def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(job: 
         store.read_object(forged)
 
 
-def test_a_mirror_from_before_the_key_is_restored_without_it(
-    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_a_mirror_from_before_the_key_is_restored_without_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.run_until("text 2")
     unsealed = manifests(job)[-1]
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)

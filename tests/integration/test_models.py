@@ -566,7 +566,7 @@ def test_a_pickled_step_has_its_models(here: Path, writes: FakeServer, judges: F
 
 
 def test_the_numbers_are_those_of_all_models_over_all_attempts(
-    here: Path, writes: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
+    here: Path, writes: FakeServer, command: Command
 ) -> None:
     budget = Budget()
     budget.left = 2

@@ -6,7 +6,6 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,6 +85,6 @@ def test_without_a_name_it_is_written_into_the_run_folder(checkpoints: Path, her
     assert command("report", "elsewhere").out.startswith("report.html: ")
 
 
-def test_where_nothing_is_there_is_no_report(here: Path, command: Command, monkeypatch: Any) -> None:
+def test_where_nothing_is_there_is_no_report(here: Path, command: Command) -> None:
     assert "contains no checkpoint" in command("report", here, code=2).err
     assert list(here.iterdir()) == []

@@ -34,7 +34,7 @@ def executor(step: InferenceRunner, tasks: int = 1) -> LocalPipelineExecutor:
     return LocalPipelineExecutor([JsonlReader("input"), step], tasks, logging_dir=str(logs))
 
 
-def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path, command: Command) -> None:
+def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path) -> None:
     write_input(here, 9, 9)
     with FakeServer(status=rejects(["text 16"], 401)) as one:
         slow = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}

@@ -356,13 +356,6 @@ def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(
         assert 0 < count("job.yaml") == count("long.yaml"), "once it has ended"
 
 
-def test_a_pattern_that_fits_nothing_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "input": "documents/*.csv"}))
-    assert main(["run", "job.yaml"]) == 2
-    assert 'contains no files that match "*.csv".' in capsys.readouterr().err
-    assert not Path("runs").exists()
-
-
 def test_each_file_is_a_task_here_if_that_is_worth_it() -> None:
     assert expanded()["tasks"] == 1
     for number in range(3):
@@ -381,7 +374,7 @@ def test_each_file_is_a_task_here_if_that_is_worth_it() -> None:
     assert expanded()["tasks"] == 100
 
 
-def test_a_run_that_has_begun_keeps_its_tasks_though_files_come(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_begun_keeps_its_tasks_though_files_come() -> None:
     with FakeServer() as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
         assert main(["run", "job.yaml"]) == 0

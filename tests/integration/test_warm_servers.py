@@ -249,7 +249,7 @@ def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number: int
 
 
 @pytest.mark.slow
-def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent(tmp_path: Path) -> None:
+def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent() -> None:
     run(0, server_stop_timeout_sec=1200.0)
     (engine,) = running()
     read, write = os.pipe()

@@ -340,7 +340,7 @@ def test_completions_have_the_logprobs_that_were_asked_for(logprobs: Any, asked:
 
 
 def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_named(
-    server: FakeServer, tmp_path: Path, log: list[str]
+    server: FakeServer, tmp_path: Path
 ) -> None:
     async def ask(document: Document, generate: Any) -> object:
         messages = [{"role": "user", "content": document.text}]

@@ -239,7 +239,7 @@ def first_owner() -> str:
     return next(path.name for path in Path("logs/claims/workers").iterdir())
 
 
-def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer, command: Command) -> None:
+def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer) -> None:
     write(server)
     run = worker("--fail-on-dead-letters")
     until(lambda: server.asked.total() >= 3)

@@ -268,7 +268,7 @@ def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path: Path, monkeypa
     assert "did not end" in str(saved.failure)
 
 
-def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path: Path, log: list[str]) -> None:
+def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path: Path) -> None:
     """Of a node that was given up for lost, and still trains."""
     model, remote = nn.Linear(2, 2), str(tmp_path / "remote")
     lost = checkpoints(tmp_path / "one", remote=remote, keep_last=1)
@@ -774,9 +774,7 @@ def test_an_unreachable_remote_is_no_damage(documents: str, tmp_path: Path, monk
     assert [path.name for path in Path(tmp_path, "run").iterdir()] == []
 
 
-def test_auto_chooses_an_interval_from_the_pauses(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_chooses_an_interval_from_the_pauses(documents: str, tmp_path: Path) -> None:
     saved, training = TrainingCheckpoints(tmp_path / "run", mtbf_seconds=3600.0), Training(documents)
     assert saved._interval() == 60.0
     saved.save(1, **training.states)

@@ -199,14 +199,23 @@ def test_a_signal_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(
     assert sorted(outputs(tmp_path / "output")) == ["00000_00000.jsonl", "00001_00000.jsonl"]
 
 
+def has_the_lock(pid: int) -> bool:
+    """Whether a pool's worker waits for its next task, which it does with the lock of the queue."""
+    return "pipe_read" in Path(f"/proc/{pid}/wchan").read_text()
+
+
 @pytest.mark.slow
 def test_a_program_that_waits_for_a_lock_which_a_killed_worker_held_ends_on_a_signal(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         script = Script(tmp_path, server, 2, 0.1, "fork", ("an idle worker",))
         idle = {one.pid for one in descendants(script.popen.pid)} - {script.worker(0), script.worker(1)}
         assert len(idle) == 2, "and the manager"
+        until(lambda: any(map(has_the_lock, idle)))
+        worker = os.pidfd_open(next(filter(has_the_lock, idle)))
         for pid in idle:  # the manager ignores it once
             os.kill(pid, signal.SIGTERM)
+        assert Patience(30).ends(worker)
+        os.close(worker)
         script.popen.terminate()
         assert script.ends_with_all(60) == 128 + signal.SIGTERM
 

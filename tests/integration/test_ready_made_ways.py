@@ -59,13 +59,13 @@ class Refusing(Budget):
         return status
 
 
-def in_pieces(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> int:
+def in_pieces(folder: Path, server: FakeServer, rollout: Any, number: int = 3, **changes: Any) -> int:
     """Runs the job, which ends after each answer, until it is done. Returns the number of refused requests."""
     server._status = budget = Refusing()
     for _ in range(99):
         budget.left = 1
         try:
-            runner(folder, server, rollout, **changes).run(documents(3))
+            runner(folder, server, rollout, **changes).run(documents(number))
         except CkptError:
             continue
         return budget.refused

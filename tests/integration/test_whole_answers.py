@@ -17,7 +17,8 @@ from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Retryable
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, documents, rows, runner
+from tests.integration.test_ready_made_ways import in_pieces
+from tests.jobs import documents, rows, runner
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 LOGPROBS = {"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
@@ -40,17 +41,7 @@ async def ask_whole(document: Document, generate: Any) -> object:
 
 def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole: FakeServer, tmp_path: Path) -> None:
     runner(tmp_path / "other", whole, ask_whole).run(documents(3))
-    asked = whole.asked.copy()
-    budget = Budget()
-    whole._status = budget
-    for left in (1, 3, 99):
-        budget.left = left
-        step = runner(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
-        if left == 99:
-            step.run(documents(3))
-        else:
-            with pytest.raises(CkptError):
-                step.run(documents(3))
+    refused = in_pieces(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
     assert rows(tmp_path) == rows(tmp_path / "other")
     (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert list(result)[:4] == ["text", "finish_reason", "usage", "reasoning"]
@@ -58,8 +49,7 @@ def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(who
     assert result["logprobs"] == LOGPROBS
     assert [choice["tool_calls"] for choice in result["choices"]] == [[CALL]] * 2
     assert "response_id" not in result
-    repeated = whole.asked - asked
-    assert sum(repeated.values()) == 6 + 2  # two were refused
+    assert len(whole.payloads) == 6 + 6 + refused
 
 
 def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_path: Path) -> None:
@@ -95,21 +85,12 @@ def test_any_path_of_the_server_is_cached_by_path_and_payload(server: FakeServer
     assert len(server.payloads) == 8
     others = [payload for payload in server.payloads if "input" in payload]
     assert others[0] == {"input": others[0]["input"], "model": "fake"}
-    budget = Budget()
-    server._status = budget
-    for left in (1, 1, 1, 1, 99):
-        budget.left = left
-        step = runner(tmp_path, server, ask_other_paths, config=config)
-        if left == 99:
-            step.run(documents(2))
-        else:
-            with pytest.raises(CkptError):
-                step.run(documents(2))
+    refused = in_pieces(tmp_path, server, ask_other_paths, number=2, config=config)
     assert rows(tmp_path) == rows(tmp_path / "other")
     (results,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert results[0]["answer"] == {"data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
     assert results[1:] == [{"tokens": [1, 2]}, "at 0.5, seeded: True"]
-    assert len(server.payloads) == 8 + 8 + 4  # four were refused
+    assert len(server.payloads) == 8 + 8 + refused
 
 
 @pytest.mark.parametrize("path", ["tokenize", "v1/embeddings", ""])

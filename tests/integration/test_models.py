@@ -268,7 +268,7 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
         run.run(documents(1))
     (line,) = lines()
     assert line.silence[1:] == (60.0, True, "judge" * several)
-    assert line.waiting == 1
+    assert (line.waiting, line.in_flight) == (1, 0)
     name = "judge" if several else ""
     assert "waiting for the server" + " of judge" * several in states
     assert f"the server{' of judge' * bool(name)} is unreachable" in states

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import tracemalloc
 import weakref
 from collections import Counter
@@ -28,13 +27,12 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     DocumentFailed,
-    DocumentNotSerializable,
 )
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.output import documents as encoding
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner, writer
+from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner
 from tests.patience import until_async
 
 
@@ -276,32 +274,6 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
 
 
 # values --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    both = threading.Event()
-
-    async def rollout(document: Document, generate: Any) -> Any:
-        await ask(document, generate)
-        if document.id == "id 1" and not both.is_set():
-            both.set()
-            await asyncio.Event().wait()  # until the other one stops the rank: a request in flight would be cut off
-        await asyncio.to_thread(both.wait)
-        return 1 + 2j  # the journal could keep it, but it is no JSON
-
-    with pytest.raises(DocumentNotSerializable, match=r"'id 0'.*JsonlWriter"):
-        runner(tmp_path, server, rollout).run(documents(2))
-    assert not (tmp_path / "output" / "00000_chunk_00000.jsonl").exists()
-
-    def adapter(self: Any, document: Document) -> dict[str, Any]:
-        return {"id": document.id, "imaginary": document.metadata["rollout_results"][0].imag}
-
-    fixed = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter), accept_changes=True)
-    fixed.run(documents(2))
-    assert rows(tmp_path) == [{"id": "id 0", "imaginary": 2.0}, {"id": "id 1", "imaginary": 2.0}]
-    assert set(server.asked.values()) == {1}
 
 
 def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeServer, log: list[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,16 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
 from datatrove.pipeline.readers import JsonlReader as DatatroveReader
 
-from datatrove_ckpt.checkpoint import publishing
+from datatrove_ckpt.checkpoint import clock, publishing
+from datatrove_ckpt.checkpoint.clock import Seconds
+from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.hub import FakeHub
-from tests.jobs import ask, rejects, runner
+from tests.jobs import ask, documents, rejects, runner
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 TIMES = ("inference_time",)
@@ -176,6 +180,23 @@ def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path: Path, serve
     found = [run(steps, rank, 3) for rank in range(3)]
     assert [each[0]["documents"]["total"] for each in found] == [10, 10, 10]
     assert [each[2]["documents_processed"]["total"] for each in found] == [6, 6, 6]
+
+
+def test_seconds_are_those_of_all_attempts(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "_monotonic", partial(next, itertools.count(1.0)))
+
+    def last() -> Seconds:
+        log = CommitLog(tmp_path / "checkpoints" / "00000" / "commits.jsonl")
+        return max(commit.seconds for commit in log.commits.values())
+
+    with crashed_in_the_middle(tmp_path):
+        runner(tmp_path, server).run(documents(20))
+    before = last()
+    assert before.total > before.inference > 0
+    step = runner(tmp_path, server)
+    step.run(documents(20))
+    assert last().inference > before.inference + 5
+    assert (step.stats.stats["inference_time"].total, step.stats.time_stats.total) == last()
 
 
 @pytest.mark.matrix

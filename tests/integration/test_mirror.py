@@ -186,6 +186,17 @@ def mirrored(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        job = executor(tmp_path, server, **mirrored(tmp_path))
+        job._run_for_rank(1)
+        path = tmp_path / "checkpoints/00001/run.json"
+        path.write_bytes(b"x\n" + path.read_bytes())
+        with pytest.raises(CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "):
+            check_before_run(job)
+
+
+@pytest.mark.slow
 def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path: Path) -> None:
     """Also if the first upload of a task was killed after its empty first version."""
     rejected = ["text 13"]

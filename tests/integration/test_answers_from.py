@@ -170,6 +170,7 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer
     assert_same_output_after_every_crash(attempt, tmp_path / "job", after_crash=all_are_there, counted=OF_FILES)
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_answers_is_killed_at_every_effect(
     old: Path, tmp_path: Path, server: FakeServer, code_described_once: None
 ) -> None:

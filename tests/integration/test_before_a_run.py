@@ -86,14 +86,6 @@ def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(job: Path, co
     assert {line.split()[0] for line in every[: -len(lines)]} == {"ok"}
 
 
-def test_it_prints_json_and_takes_overrides(job: Path, command: Command) -> None:
-    changes = ("--pipeline.1.checkpoints_local_dir=other", "--executor.workers=2")
-    content = json.loads(command("doctor", "job.yaml", "--json", *changes).out)
-    messages = {f"{check['subject']}, {check['what']}": check["message"] for check in content["checks"]}
-    assert (content["config"], content["exit_code"]) == ("job.yaml", 0)
-    assert messages["checkpoints, writable"].startswith(f"{job}/other")
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("override", "check", "says"),

@@ -94,19 +94,6 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub: Fa
     assert not done.called
 
 
-def test_all_chunks_of_a_rank_are_in_one_commit(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
-    hub_runner(tmp_path, server).run(documents(9))
-    assert list(hub.files("org/data")) == names(5)
-    (commit,) = hub.commits("org/data")
-    assert commit.title == "Add 5 files: rank 0, chunks 0-4"
-    assert len(hub.asked("lfs-upload")) == 5
-    assert committed(tmp_path) == [0, 1, 2, 3, 4]
-    assert not (tmp_path / "checkpoints" / "00000" / "staging").exists()
-    hub_runner(tmp_path, server).run(documents(9))
-    assert len(hub.asked("lfs-upload")) == 5
-    assert set(server.asked.values()) == {1}
-
-
 def test_a_commit_carries_at_most_so_many_files(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,9 +434,7 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     assert set(server.asked.values()) == {1}
 
 
-def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(
-    hub: FakeHub, server: FakeServer, tmp_path: Path
-) -> None:
+def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(hub: FakeHub, server: FakeServer) -> None:
     fault = hub.fail("commit", 403, times=None)
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
     step = InferenceRunner(ask, job_config(server), writer)

@@ -130,15 +130,6 @@ def test_a_script_in_a_pipe_ends_with_its_manager(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_done_ends_with_its_manager(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server)
-        server.release()
-        assert script.ends_with_all() == 0
-    assert script.output.endswith("done\n")
-
-
-@pytest.mark.slow
 def test_nohup_keeps_its_effect(tmp_path: Path) -> None:
     with FakeServer(hold_after=0) as server:
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

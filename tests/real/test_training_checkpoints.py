@@ -268,21 +268,7 @@ def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path: Path, monkeypa
     assert "did not end" in str(saved.failure)
 
 
-def test_a_step_of_another_training_is_passed_over(tmp_path: Path, log: list[str]) -> None:
-    model = nn.Linear(2, 2)
-    for run in ("one", "two"):
-        with checkpoints(tmp_path / run) as saved:
-            for step in (4, 8):
-                saved.save(step, model=model)
-    shutil.rmtree(tmp_path / "one/step-00000004")
-    shutil.copytree(tmp_path / "two/step-00000004", tmp_path / "one/step-00000004")
-    with checkpoints(tmp_path / "one") as saved:
-        assert saved.restore_latest(model=model) == 8
-        with pytest.raises(CheckpointCorrupt, match="step-00000004 is of another training"):
-            saved.rollback(to=4, model=model)
-
-
-def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path: Path, log: list[str]) -> None:
+def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path: Path) -> None:
     """Of a node that was given up for lost, and still trains."""
     model, remote = nn.Linear(2, 2), str(tmp_path / "remote")
     lost = checkpoints(tmp_path / "one", remote=remote, keep_last=1)
@@ -793,9 +779,7 @@ def test_an_unreachable_remote_is_no_damage(documents: str, tmp_path: Path, monk
     assert [path.name for path in Path(tmp_path, "run").iterdir()] == []
 
 
-def test_auto_chooses_an_interval_from_the_pauses(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_chooses_an_interval_from_the_pauses(documents: str, tmp_path: Path) -> None:
     saved, training = TrainingCheckpoints(tmp_path / "run", mtbf_seconds=3600.0), Training(documents)
     assert saved._interval() == 60.0
     saved.save(1, **training.states)

@@ -796,7 +796,7 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
                 given_up.set()
             return raw
 
-        monkeypatch.setattr(client_module, "post", posted_too_late)
+        monkeypatch.setattr("datatrove_ckpt.inference.client.client.post", posted_too_late)
         asking = asyncio.create_task(client.complete(BODY))
         await given_up.wait()
         await client.servers.disconnect(target)

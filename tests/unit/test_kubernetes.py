@@ -112,6 +112,13 @@ def test_rules_are_those_that_the_schema_cannot_say(command: Command) -> None:
         assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
 
 
+def test_what_follows_from_an_exit_code(command: Command) -> None:
+    rules = job_of(command("k8s", CONFIG))["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
+    found = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {"values": ()})["values"]}
+    assert found == {**dict.fromkeys((129, 130, 138, 143), "Ignore"), 2: "FailJob", 3: "FailIndex"}
+
+
 def test_the_file_in_the_config_map_is_the_same_run(command: Command) -> None:
     config_map, _ = manifests(command("k8s", CONFIG, "--pipeline.1.records_per_chunk=10"))
     Path("job.yaml").write_text(config_map["data"]["job.yaml"])

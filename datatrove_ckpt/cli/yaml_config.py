@@ -253,7 +253,7 @@ def _as(kind: object, value: object) -> object:
         is_one = any(choice == value and type(choice) is type(value) for choice in inner)
     elif outer is float and type(value) is int:
         return float(value)
-    elif outer is Any or not inspect.isclass(outer):  # or a type that the constructor checks
+    elif outer in (Any, object) or not inspect.isclass(outer):  # or a type that the constructor checks
         return value
     elif issubclass(outer, Mapping) and isinstance(value, dict) and inner:
         return {key: as_one_of(alternatives(inner[1]), part) for key, part in value.items()}

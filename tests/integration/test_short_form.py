@@ -31,8 +31,8 @@ from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, StartOver, Tasks, entered
 from datatrove_ckpt.executors.local import given_up_error
-from datatrove_ckpt.generation import rank as rank_module
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
+from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
@@ -629,10 +629,10 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
 ) -> None:
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
 
-    def connect(*arguments: object) -> None:
+    def lend(*arguments: object) -> None:
         raise AssertionError("a server would have been started")
 
-    monkeypatch.setattr(rank_module, "connect", connect)
+    monkeypatch.setattr(ServerHost, "lend", lend)
     said = "document 'id 0' has no metadata 'txt'; its metadata keys: file_path. Did you mean 'text'?"
     assert said in command("run", "job.yaml", f"--{setting}", code=1).error
     assert said in command("doctor", "job.yaml", f"--{setting}", code=1)

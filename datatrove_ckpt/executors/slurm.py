@@ -5,8 +5,8 @@
     the time limit             an element takes no task that would hardly end before it, and is requeued instead
     the last job               starts when the array has ended, makes the checks, and writes ``stats.json``
 
-Two kinds of jobs cannot pull: several nodes of a task must all know which one it is, and tasks that retry dead letters
-are complete. There, datatrove deals the tasks out to the elements.
+Several nodes of a task must all know which task it is, and tasks that retry dead letters are complete. datatrove deals
+such tasks out to the elements.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             arguments.pop(name, None)
         logs = f"{self.slurm_logs_folder}/%j.out"
         arguments |= {"cpus-per-task": 1, "nodes": 1, "output": logs, "error": logs}
-        # Only the ends of the elements show that dealt tasks ran: a retry is marked as complete before.
+        # A retry is marked as complete before it runs, so only the ends of the elements show that dealt tasks ran.
         kind = "afterany" if self.pulls else "afterok"
         arguments["dependency"] = f"{kind}:{self.array_id}"
         command = f"{_LAST_JOB}=1 launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"

@@ -16,9 +16,10 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.slurm import launch_slurm_job, requeue_handler
@@ -78,7 +79,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         env_command: str | None = None,
         condaenv: str | None = None,
         venv_path: str | None = None,
-        sbatch_args: Mapping[str, object] | None = None,
+        sbatch_args: dict[str, Any] | None = None,
         depends: DatatroveExecutor | None = None,
         depends_job_id: str | None = None,
         job_id_position: int = -1,
@@ -92,7 +93,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         mail_type: str = "ALL",
         mail_user: str | None = None,
         requeue: bool = True,
-        srun_args: Mapping[str, object] | None = None,
+        srun_args: dict[str, Any] | None = None,
         with_srun: bool = True,
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,

@@ -4,10 +4,10 @@ The rank's lock, its fence and its mirror's owner stay the truth: two processes 
 no clock and no listing has to be right.
 
     a mark          rank, number, owner: the mark with the largest number counts, of these the smallest owner
+    no mark         the rank is free, or complete
     an owner        a process with a beat (``stores.py``); or FREE, or GIVEN_UP
     a run           an owner that runs all ranks, without marks: beside it no worker takes any
-    no mark         the rank is free, or complete
-    a record        the content of a mark: how often the rank ended without progress, and why it is given up
+    a record        the content of a mark
 
 A process that dies leaves its marks behind. The next owner of such a rank counts an attempt, if the process had no
 other rank, which may have been the cause. The next owner therefore runs the rank alone.
@@ -133,7 +133,6 @@ class Claims:
     """The claims of this process.
 
     Args:
-        owner: names this process in ``store``.
         incomplete: lists the ranks that are not complete. Called at each look, and after each beat in a thread.
         max_attempts: after so many attempts without progress a rank is given up.
         alone: this process runs one rank at a time.
@@ -205,12 +204,12 @@ class Claims:
                 self._store.remove(mark)
 
     def release(self, rank: int) -> None:
-        """Frees a rank that has stopped early. That counts as no attempt."""
+        """Frees a rank, without an attempt."""
         with self._guard:
             self._let_go(rank, self._held[rank][1])
 
     def lost(self, rank: int) -> None:
-        """Frees a rank whose lock another process holds. This process tries the rank again later."""
+        """Frees a rank whose lock another process holds, and that is tried again later."""
         with self._guard:
             self._locked[rank] = time.monotonic() + _LOCKED_SECONDS
             self.release(rank)

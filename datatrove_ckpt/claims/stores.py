@@ -39,11 +39,6 @@ _WORKERS = "workers"
 
 
 def open_store(url: str, owner: str, options: Mapping[str, object]) -> ClaimStore:
-    """
-    Args:
-        owner: names this process.
-        options: of the file system.
-    """
     protocol = get_protocol(url)
     if protocol in ("file", "local"):
         return DiskClaims(Path(url), owner)

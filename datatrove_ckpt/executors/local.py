@@ -315,12 +315,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return str(self.logging_dir.resolve_paths(""))
 
     def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
-        """Makes this process known to the others.
-
-        Args:
-            runs_all: no other process may run a rank.
-            screen: shows what other processes complete, too.
-        """
+        """Makes this process known to the others. ``runs_all``: no other process may run a rank."""
         from datatrove_ckpt.claims.claims import Claims, new_owner
         from datatrove_ckpt.claims.stores import open_store
         from datatrove_ckpt.generation.final_stats import finished_documents
@@ -510,13 +505,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _work_through(
         self, ranks: Tasks, make_executor: Callable[[], LocalPipelineExecutor], slot: int, overlap: bool
     ) -> None:
-        """Runs ranks in this process.
-
-        Args:
-            make_executor: makes an executor for one rank, with steps of its own.
-            slot: of this worker.
-            overlap: several ranks at once, in threads.
-        """
+        """Runs ranks in this process, each with an executor and steps of its own; ``overlap``: at once, in threads."""
         run = partial(_run_rank, make_executor, slot, Path.cwd())
         try:
             with gc_tuned(), chdir("."):
@@ -600,13 +589,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
 
 def _work(pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks) -> None:
-    """Runs ranks in a worker.
-
-    Args:
-        pickled: the executor.
-        identities: of the runners with checkpoints, in the parent.
-        overlap, slot: see ``_work_through``.
-    """
+    """Runs ranks in a worker. ``identities``: of the runners with checkpoints, in the parent."""
 
     def make_executor() -> LocalPipelineExecutor:
         executor: LocalPipelineExecutor = ForkingPickler.loads(pickled)

@@ -5,8 +5,8 @@
     the time limit             an element takes no task that would hardly end before it, and is requeued instead
     the last job               starts when the array has ended, makes the checks, and writes ``stats.json``
 
-Two kinds of jobs cannot pull: several nodes of a task must all know which one it is, and tasks that retry dead letters
-are complete. There, datatrove deals the tasks out to the elements.
+Several nodes of a task must all know which task it is, and tasks that retry dead letters are complete. datatrove deals
+such tasks out to the elements.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.slurm import launch_slurm_job, requeue_handler
@@ -78,7 +79,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         env_command: str | None = None,
         condaenv: str | None = None,
         venv_path: str | None = None,
-        sbatch_args: Mapping[str, object] | None = None,
+        sbatch_args: dict[str, Any] | None = None,
         depends: DatatroveExecutor | None = None,
         depends_job_id: str | None = None,
         job_id_position: int = -1,
@@ -92,7 +93,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         mail_type: str = "ALL",
         mail_user: str | None = None,
         requeue: bool = True,
-        srun_args: Mapping[str, object] | None = None,
+        srun_args: dict[str, Any] | None = None,
         with_srun: bool = True,
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
@@ -199,7 +200,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             arguments.pop(name, None)
         logs = f"{self.slurm_logs_folder}/%j.out"
         arguments |= {"cpus-per-task": 1, "nodes": 1, "output": logs, "error": logs}
-        # Only the ends of the elements show that dealt tasks ran: a retry is marked as complete before.
+        # A retry is marked as complete before it runs, so only the ends of the elements show that dealt tasks ran.
         kind = "afterany" if self.pulls else "afterok"
         arguments["dependency"] = f"{kind}:{self.array_id}"
         command = f"{_LAST_JOB}=1 launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"

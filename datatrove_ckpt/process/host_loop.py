@@ -133,7 +133,7 @@ def host_loop() -> HostLoop | None:
 
 
 def rank_of_many() -> int | None:
-    """Returns the rank that this thread or task works for, if several ranks share the process."""
+    """Returns the rank of this thread or task, if several ranks share the process."""
     host = host_loop()
     if host is None:
         return None

@@ -40,7 +40,6 @@ def files_needed(requests: int, servers: int) -> int:
     """Returns how many files the process may have open with one more rank.
 
     Args:
-        requests: in flight at once.
         servers: those that the rank launches, or URLs that it sends requests to.
     """
     return _open_now() + requests + servers * _PER_SERVER + _FILES
@@ -52,11 +51,10 @@ def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
     Args:
         setting: ``max_concurrent_generations``. For "auto", as many as the hard limit allows, between 64 and 4096 per
             server.
-        servers: see ``files_needed``.
     """
     if setting != "auto":
         return setting
-    # Connections to one server may still be idle while all requests go to the others.
+    # Connections to one of several servers may be idle while all requests go to the others.
     fitting = (limits()[1] - files_needed(0, servers) - _SPARE) // (2 if servers > 1 else 1)
     return max(_FEWEST_PER_SERVER * servers, min(_MOST_PER_SERVER * servers, fitting))
 
@@ -75,7 +73,6 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     """
     needed = files_needed(requests, servers)
     soft, hard = limits()
-    # With several servers, connections to one may still be idle while all requests go to the others.
     others = (ranks - 1) * _FILES
     wanted = min(needed + others + _SPARE + (requests if servers > 1 else 0), hard)
     if soft < wanted:
@@ -124,7 +121,7 @@ def is_caused_by_limit(error: BaseException) -> bool:
 
 
 def limit_reached(what: str) -> TooManyOpenFiles:
-    """Returns the error to raise. ``what`` could not be done: a clause without a full stop."""
+    """Returns the error. ``what`` could not be done: a clause."""
     return TooManyOpenFiles(f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}")
 
 

@@ -299,21 +299,22 @@ class Preemption:
         self._received: list[int] = []
         self._interruptible = False
         self._is_one_of_many = rank_of_many() is not None
+        self._is_pool_worker = is_pool_worker()
 
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
             host.attach(self.shutdown)
-        if is_pool_worker():
+        if self._is_pool_worker:
             die_with_parent()
             logger.info(
                 "This rank runs in a worker of multiprocessing's pool: signals end it like kill -9, without a drain. "
                 "With datatrove_ckpt.LocalPipelineExecutor, ranks drain."
             )
-        elif in_main_thread():
+        if in_main_thread():
             between_ranks.restore()
             numbers = [signal.Signals[name] for name in self._names]
             self._handlers.install(filter(may_handle, numbers))
-        elif not self._is_one_of_many:
+        elif not (self._is_one_of_many or self._is_pool_worker):
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
         parent = self.shutdown.parent  # its rollouts run in the main thread
         of_process = parent is not None and parent.handles_interrupt
@@ -345,6 +346,8 @@ class Preemption:
     # when a signal comes -----------------------------------------------------------------------------------------
 
     def _receive(self, number: int) -> None:
+        if self._is_pool_worker:
+            os.kill(os.getpid(), signal.SIGKILL)
         if number not in self._received:
             self._received.append(number)
         # A rank that fails drains already. Of a worker, the parent may ask that all end: another rank has failed, too.
@@ -365,7 +368,7 @@ class Preemption:
         if self.shutdown.is_requested:
             if self._received[:1] == [signal.SIGTERM]:
                 self.shutdown.cause = notice
-        elif signal.SIGTERM not in self._handlers.usual:
+        elif self._is_pool_worker or signal.SIGTERM not in self._handlers.usual:
             self.shutdown.request(notice)
         else:
             logger.warning(f"This node goes away: {notice}.")
@@ -442,6 +445,6 @@ class Preemption:
         if not self.shutdown.is_requested:
             # As if the signal had come whose old handler requeues the job. For a worker, its parent does that.
             usual = {number: self._handlers.usual.get(number, signal.getsignal(number)) for number in _REQUEUING}
-            if worker_slot() is None:
+            if worker_slot() is None and not self._is_pool_worker:
                 self._received += [number for number, handler in usual.items() if callable(handler)][:1]
             self.shutdown.request(_TIME_LIMIT)

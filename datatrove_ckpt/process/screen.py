@@ -303,8 +303,6 @@ def bar(progress: RunProgress, columns: int) -> str:
     return tail[: columns - 1]
 
 
-# the last line of a terminal ------------------------------------------------------------------------------------------
-
 _CLEAR = "\r\x1b[K"
 _FALLBACK_COLUMNS = 80
 
@@ -488,8 +486,6 @@ def _write_all(fd: int, text: str) -> None:
         except BlockingIOError:  # another process has made the terminal non-blocking
             select.select([], [fd], [])
 
-
-# the screen -----------------------------------------------------------------------------------------------------------
 
 TICK_SECONDS = 0.5
 """Between two drawings of a bar."""

@@ -6,7 +6,7 @@
     ``aborted``        what is in work is cut off, and not recorded: the drain is over, or nothing can be saved
 
 ``preemption.py`` drives it. ``generation/scheduler.py`` has the order of a stop. ``request`` and ``fast_stop`` are
-called in signal handlers, which may have interrupted any code: nothing here takes a lock or logs, and no callback may.
+called in signal handlers: nothing here takes a lock or logs, and no callback may.
 """
 
 from __future__ import annotations
@@ -87,8 +87,6 @@ class Shutdown:
         # By any key; threads and signal handlers add and remove at any moment, which is atomic.
         self._callbacks: dict[object, Callable[[], object]] = {}
 
-    # what drives it ----------------------------------------------------------------------------------------------
-
     def request(self, cause: str) -> None:
         """Stops the rank early. A second request changes nothing."""
         if not self.cause:
@@ -121,8 +119,6 @@ class Shutdown:
         self.aborted = True
         self.failure = self.failure if failure is None else failure
         self._changed()
-
-    # what it is ---------------------------------------------------------------------------------------------------
 
     @property
     def is_requested(self) -> bool:
@@ -175,8 +171,6 @@ class Shutdown:
         finally:
             self.closed_at = time.monotonic()
             self.open_closings -= 1
-
-    # who waits for it ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def calling(self, callback: Callable[[], object]) -> Iterator[None]:

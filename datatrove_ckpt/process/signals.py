@@ -10,8 +10,9 @@ of a signal (``raise_again``) is a call of the user's handler, as datatrove's re
 would kill, it is SystemExit(128 + n), so that the ``finally`` blocks above run: datatrove's executor ends its manager
 process there, which would otherwise stay forever.
 
-A worker of multiprocessing's pool, as datatrove's executor has it, handles no signal: CPython's pool waits without end
-for the result of a worker that ends by itself, and its ``terminate`` waits for workers that do not end.
+A worker of multiprocessing's pool, as datatrove's executor has it, kills itself: CPython's pool waits without end for
+the result of a worker that ends by itself, and its ``terminate`` waits for workers that do not end. A handler that
+exits, as Ray's, would raise SystemExit in a rollout, whose document would pay for it.
 """
 
 from __future__ import annotations

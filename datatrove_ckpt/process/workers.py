@@ -9,13 +9,12 @@
     passes on each signal that asks for a stop    ->     its tasks drain, or end; its outcome says so
     sends None                                    ->     ends
 
-A worker that is ready gets None if there are no more tasks. If it still works on some, it gets no answer before they
-are done, because another worker may die and leave a task. If a worker dies with several tasks, each of them is tried
-alone: any of them may have killed it.
+A worker that is ready, and still works on tasks, gets no None before they are done: another worker may die and leave a
+task. If a worker dies with several tasks, each of them is tried alone: any of them may have killed it.
 
-No lock and no queue is shared, and this process waits on pipes and processes. So it notices a killed worker at once,
-while CPython's pool, which datatrove's own executor uses, waits without end for its task. A worker kills itself when
-this process is gone. Only this process gets the signals of a terminal: one Ctrl-C is one request to stop.
+No lock and no queue is shared. So this process notices a killed worker at once, while CPython's pool, which datatrove's
+own executor uses, waits without end for its task. Only this process gets the signals of a terminal: one Ctrl-C is one
+request to stop.
 """
 
 from __future__ import annotations
@@ -123,11 +122,9 @@ class Workers:
     """``with Workers(...) as workers:`` around ``workers.run(tasks)``. Its end leaves no process.
 
     Args:
-        count: processes at once.
         numbers: signals that ask for a stop.
         max_attempts: how many workers may die of the same task, which was their only one.
         stop_seconds: a worker that takes longer to end its tasks after a request to stop is killed.
-        screen: shows where the tasks stand.
 
     Attributes:
         lost: the tasks that were given up, and why.
@@ -163,7 +160,7 @@ class Workers:
 
     def __enter__(self) -> Self:
         if in_main_thread():
-            # A signal interrupts no wait that is about to begin, and none of this thread if another thread gets it.
+            # A signal that comes just before a wait, or in another thread, interrupts no wait.
             self._previous_wakeup = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._handlers.install(self._numbers)
         return self

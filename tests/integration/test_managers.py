@@ -9,13 +9,17 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import multiprocess
 import pytest
+from datatrove.data import Document
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_kills import IN_FLIGHT, QUESTIONS, Job
+from tests.jobs import documents, runner
 from tests.kept import until_kept
 from tests.patience import Patience, until
 
@@ -216,3 +220,22 @@ def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_find
         undisturbed = Job(tmp_path / "undisturbed", server.url, "plain", tasks=2)
         assert undisturbed.finish(undisturbed.start()) == 0, undisturbed.log
     assert outputs(tmp_path / "killed/output") == outputs(tmp_path / "undisturbed/output")
+
+
+def test_a_handler_that_exits_makes_no_document_of_a_pools_worker_a_dead_letter(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """Ray sets such a handler in its actors, whose pools are forked."""
+
+    async def signals(document: Document, generate: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def work() -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+        runner(tmp_path, server, signals, on_document_error="dead_letter").run(documents(1))
+
+    worker = multiprocess.get_context("fork").Process(target=work, name="ForkPoolWorker-1")
+    worker.start()
+    worker.join(300)
+    assert worker.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "checkpoints/00000/dead_letters.jsonl").exists()

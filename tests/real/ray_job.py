@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Event | None, dict[str, Any]]] = {
     "plain run of 2": (None, {}),
     "kill -9 of the actor": (kill_actor, {}),
     "SIGTERM to the actor": (terminate_actor, {}),
-    "SIGTERM to the rank's process": (terminate_worker, {}),
+    "SIGTERM to the rank's process": (terminate_worker, {"time": LATE}),
     "kill -9 of the rank's process": (kill_worker, {"time": LATE}),
 }
 

@@ -41,8 +41,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
         ("plain run of 2", 1, 0),
         ("kill -9 of the actor", 1, IN_FLIGHT),  # Ray starts the rank again by itself
         ("SIGTERM to the actor", 1, IN_FLIGHT),
-        ("SIGTERM to the rank's process", 2, IN_FLIGHT),  # an error, which Ray does not try again
-        ("kill -9 of the rank's process", 2, IN_FLIGHT),  # its actor waits without end, so the time limit ends it
+        ("SIGTERM to the rank's process", 2, IN_FLIGHT),
+        ("kill -9 of the rank's process", 2, IN_FLIGHT),  # both actors wait without end, so the time limit ends them
     ],
 )
 def test_every_document_once(results: dict[str, dict], case: str, runs: int, at_most: int) -> None:

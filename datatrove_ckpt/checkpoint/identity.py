@@ -189,16 +189,12 @@ def check_format(where: object, content: object, known: int = FORMAT, written_by
         return
     assert isinstance(content, dict)
     writer = content.get(WRITTEN_BY, written_by)
-    is_named = isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None
-    if is_named:
-        who = f"datatrove-ckpt {writer}"
-    else:
-        who = f"{'a newer' if number > known else 'an older'} datatrove-ckpt"
     is_new = number > known
-    if is_named:
-        get = f"datatrove-ckpt {writer}{' or newer' * is_new}"
-    else:
-        get = "the version that wrote it"
+    who = f"{'a newer' if is_new else 'an older'} datatrove-ckpt"
+    get = "the version that wrote it"
+    if isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None:
+        who = f"datatrove-ckpt {writer}"
+        get = f"{who}{' or newer' * is_new}"
     if known == OLDEST_FORMAT:
         formats = f"format {known}"
     else:
@@ -373,10 +369,10 @@ def read_run(path: Path) -> Json:
     return without_its_secrets(run_with_secrets(path))
 
 
-def run_with_secrets(path: Path) -> Json:
+def run_with_secrets(path: Path | str) -> Json:
     """Returns what ``read_run`` does, with the secrets that an earlier release may have written."""
     try:
-        with explained("read", path), path.open("rb") as file:
+        with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
             data = file.read(_MAX_BYTES + 1)
     except StorageFailed as error:
         if isinstance(error.__cause__, PermissionError):

@@ -22,6 +22,7 @@ LOCK = "lock"
 CACHE = "replay.sqlite3"
 CACHE_LOGS = ("-wal", "-journal")
 """What SQLite adds to a database's name for its logs."""
+CACHE_FILES = (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
 """What the rank has read: its files, and how many lines were skipped. Written when the input has ended."""
@@ -29,7 +30,7 @@ KEPT_ANSWERS = "answers.jsonl"
 """Answers of committed documents, if the user keeps them."""
 HISTORY = "history.jsonl"
 """What the rank's attempts did, and when. For people: recovery does not need it."""
-FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
+FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, *CACHE_FILES)
 """What is a file in a rank's folder, or missing; and journals."""
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""

@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_delivered,
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
-from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run, settings_in
+from datatrove_ckpt.checkpoint.identity import not_readable, run_with_secrets, settings_in, without_its_secrets
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -455,10 +455,9 @@ class _Listing:
 
 
 def _read_run(path: str, want: Want) -> Json:
+    run = run_with_secrets(path)
     if Want.SETTINGS in want:
-        return read_run(Path(path))
-    with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
-        run = parse_run(path, file.read())
+        return without_its_secrets(run)
     return {"owner": run.get("owner", {})}
 
 

@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
-    CACHE_LOGS,
+    CACHE_FILES,
     COMMITS,
     HISTORY,
     KEPT_ANSWERS,
@@ -372,7 +372,7 @@ class CheckpointManager:
         fence = claim.take(commits)
         if not lock.works:  # an earlier owner may still have these files open, until it checks the fence
             journals = [journal_name(index) for index in journal_indices(self.folder)]
-            for name in (*journals, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS), COMMITS, HISTORY):
+            for name in (*journals, *CACHE_FILES, COMMITS, HISTORY):
                 files.disk.detach(self.folder / name)
         return fence, self._open_cache(undo)
 

@@ -85,7 +85,7 @@ def has_answers(path: Path) -> bool:
 
     A file that is larger than an empty one, or that cannot be read, counts as one with answers.
     """
-    found = [file for file in (path, path.with_name(f"{path.name}-wal")) if file.exists()]
+    found = [file for file in (path, *_logs(path)) if file.exists()]
     if not found or sum(file.stat().st_size for file in found) > _EMPTY_BYTES:
         return bool(found)
     with tempfile.TemporaryDirectory() as folder:
@@ -206,10 +206,6 @@ class RequestCache:
     def count(self) -> int:
         return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
 
-    def ordinals(self) -> set[int]:
-        """Returns the ordinals of the documents that have answers, see ``answer_counts``."""
-        return set(self.answer_counts())
-
     def answer_counts(self) -> dict[int, int]:
         """Returns how many answers each document has. A damaged row may add an ordinal below the highest.
 
@@ -258,7 +254,7 @@ class RequestCache:
 
     def sync(self) -> None:
         """Makes what was put survive power loss."""
-        wal = self.path.with_name(self.path.name + "-wal")
+        wal = _logs(self.path)[0]
         if self.unsynced and wal.exists():
             files.disk.sync(wal)
             if not self._name_synced:  # SQLite syncs the log's name only at its next checkpoint
@@ -280,8 +276,8 @@ class RequestCache:
 
     def remove(self) -> None:
         self.close()
-        for suffix in ("", *CACHE_LOGS):
-            files.disk.remove(self.path.with_name(self.path.name + suffix))
+        for path in (self.path, *_logs(self.path)):
+            files.disk.remove(path)
 
 
 def has_right_types(request: CachedRequest) -> bool:

@@ -112,10 +112,10 @@ class RunPlan:
         return found
 
     @property
-    def kept(self) -> list[tuple[InferenceRunner, Path]]:
+    def kept(self) -> list[tuple[RunnerPlan, Path]]:
         """The runners whose checkpoints are on this machine, with their folders."""
-        roots = [(runner.step, runner.root) for runner in self.runners]
-        return [(step, root) for step, root in roots if root is not None]
+        roots = [(runner, runner.root) for runner in self.runners]
+        return [(runner, root) for runner, root in roots if root is not None]
 
     @property
     def retries(self) -> bool:

@@ -129,12 +129,10 @@ class History:
 
     @property
     def last(self) -> Progress | None:
-        """The newest progress line."""
         return next(reversed(self.minutes), None)
 
     @property
     def last_at(self) -> float | None:
-        """Time of the newest line."""
         return max((attempt.last_seen for attempt in self.attempts), default=None)
 
     @property
@@ -145,7 +143,6 @@ class History:
         return self.window[1].at - self.window[0].at
 
     def rates(self) -> Rates:
-        """Returns the rates of the last minutes of the newest attempt."""
         seconds = self.seconds
         if self.window is None or seconds <= 0:
             return Rates()
@@ -188,7 +185,6 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
             found.servers.append(record)
 
     def end_attempt() -> None:
-        """Takes the lines of an attempt that are not events."""
         chosen = [*minutes[-1:], *spreads[-1:]]
         if step:
             chosen = [*minutes[:-1:step], *chosen]

@@ -61,7 +61,6 @@ def is_ours(name: str) -> bool:
 
 
 def rank_folder(root: Path, rank: int) -> Path:
-    """Returns the folder of a rank below ``checkpoints_local_dir``, or below the folder of a retry."""
     return root / f"{rank:05d}"
 
 
@@ -70,7 +69,6 @@ def is_rank(name: str) -> bool:
 
 
 def rank_numbers(root: Path) -> list[int]:
-    """Returns the ranks that have a folder below ``root``, in ascending order."""
     return sorted(int(path.name) for path in root.iterdir() if is_rank(path.name))
 
 
@@ -80,7 +78,6 @@ def last_chunk_file(root: Path, rank: int) -> Path:
 
 
 def last_chunk_of(folder: Path) -> Path:
-    """Returns ``last_chunk_file`` from a rank's folder."""
     return folder.parent / "last_chunk" / f"{folder.name}.txt"
 
 
@@ -149,7 +146,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def retry_folder(root: Path, number: int) -> Path:
-    """Returns the folder of the ``number``-th retry of dead letters, counted from 1."""
+    """``number`` counts from 1."""
     return root / f"retry-{number:05d}"
 
 
@@ -195,7 +192,6 @@ def refuse_missing_run_json(folder: Path) -> None:
 
 
 def continue_datatroves(checkpoints: Path | str) -> str:
-    """Says what to do where datatrove's own runner has left its checkpoint, or output."""
     return (
         f"To continue that run, stop it, choose another {written.folders}, and set "
         f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. To "

@@ -435,7 +435,6 @@ class _Listing:
 
     @property
     def is_finished(self) -> bool:
-        """See ``layout.is_finished``."""
         return RUN in self.entries and not {LOCK, CACHE} & self.entries.keys() and not self.journals
 
     def path(self, name: str) -> str:
@@ -544,7 +543,6 @@ def _cause(kind: str, error: str) -> str:
 
 
 def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
-    """Returns the most frequent causes in their order, and the sum of the others last."""
     known = Counter(causes)
     others = known.pop(OTHERS, 0)
     kept = Counter(dict(known.most_common(most)))

@@ -80,7 +80,6 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 
 
 def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
-    """Refuses settings with which no answer can be used."""
     binding = {_TASKS}
     if "models" not in kept and _MODEL not in _accepted(kept):  # else some answers may be of the model of now
         binding.add(_MODEL)

@@ -261,12 +261,6 @@ class OpenCheckpoint:
 
 # how a rank is taken --------------------------------------------------------------------------------------------------
 
-# CheckpointManager: the settings of one rank's checkpoint, and how this process takes the rank.
-#
-# ``take`` takes the lock, compares the identity with what this rank and its job have, takes the fence and recovers, in
-# this order. Whatever fails on the way is undone, so a refused process leaves the rank to its owner, and a finished
-# rank finished.
-
 
 @dataclass
 class CheckpointManager:
@@ -307,7 +301,9 @@ class CheckpointManager:
         return rank_folder(self.root, self.rank)
 
     def take(self) -> RankLease:
-        """Takes the lock, checks the identity, takes the fence, and recovers.
+        """Takes the lock, compares the identity with the rank's and the job's, takes the fence, and recovers.
+
+        What fails on the way is undone: a refused process leaves the rank to its owner, and a finished rank finished.
 
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
@@ -357,7 +353,6 @@ class CheckpointManager:
     def _take_over(
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
     ) -> tuple[Fence, RequestCache]:
-        """Makes this process the rank's owner, and opens the request cache."""
         if not claim.before and (last_chunk := last_chunk_of(self.folder)).exists():
             # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
             files.disk.remove(last_chunk)

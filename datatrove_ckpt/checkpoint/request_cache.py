@@ -57,8 +57,6 @@ class Answer(NamedTuple):
 
 
 class CachedRequest(NamedTuple):
-    """A row of the table."""
-
     chunk_index: int
     ordinal: int
     doc_id: str
@@ -218,7 +216,6 @@ class RequestCache:
         return found
 
     def chunks(self) -> set[int]:
-        """Returns the indices of the chunks that have answers."""
         found = self._read("SELECT DISTINCT chunk_index FROM request_cache")
         return {index for (index,) in found if isinstance(index, int)}
 
@@ -365,7 +362,6 @@ def _check_schema(connection: sqlite3.Connection) -> list[str]:
 
 
 def _rename_aside(path: Path) -> Path:
-    """Renames the database and its logs. Returns the database's new path."""
     when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     aside = path.with_name(f"{path.name}.damaged-{when}")
     for suffix in ("", *CACHE_LOGS):

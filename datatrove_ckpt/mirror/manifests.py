@@ -260,7 +260,6 @@ class Versions:
         self._store.put(ownership.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
 
     def owner_text(self, ownership: Ownership) -> str:
-        """Returns the owner's host and process id, for an error message."""
         content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
         return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
@@ -302,7 +301,6 @@ class Versions:
         self._store.remove(name)
 
     def put_object(self, name: str, data: bytes) -> Part:
-        """Writes a new object and its second copy."""
         self._store.put(f"objects/{name}", data)
         self._store.copy(f"objects/{name}", f"copies/{name}", data)
         if self._seal.is_on:

@@ -56,10 +56,8 @@ from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers.inputs import check_reachable, list_input
 from datatrove_ckpt.runner import InferenceRunner
 
-# ``check_job``: what is compared before any task of a job starts.
-#
-# datatrove skips every task that has a completion marker in ``logging_dir``, so a finished task never looks at its own
-# checkpoint again. Whoever runs an executor calls ``check_job`` first, which looks at finished tasks as well.
+# What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a completion marker in
+# ``logging_dir``, so a finished task never looks at its own checkpoint again.
 #
 #     marker   checkpoint of the rank      what happens
 #     any      of another run              refused, see ``checkpoint/job.py``
@@ -532,10 +530,6 @@ def check_output(
 
 
 # output of all ranks --------------------------------------------------------------------------------------------------
-
-# Compares the output folder with the checkpoints of all ranks, before a job starts and after it has ended.
-#
-# datatrove skips ranks that are complete, so they do not look at their own files again. A rank that runs does.
 
 
 def check_output_of_run(

@@ -29,10 +29,6 @@ from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed, Too
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
 
-# A probe writes to a hidden folder (or a hidden object) of its own, never to a rank's folder, and removes it at the
-# end, also after an error. A run may be active meanwhile.
-
-
 PROBE = ".datatrove-ckpt-probe-"
 
 REMOTE_SECONDS = 60.0
@@ -177,7 +173,6 @@ class Finding:
 
 
 def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
-    """Yields what a check finds, about its subject. A check that fails is a problem."""
     try:
         for found in check:
             yield replace(found, subject=found.subject or subject)
@@ -283,7 +278,6 @@ def check_room(folder: Path, files: int) -> Finding:
 
 
 def _check_ranks(folder: Path) -> Iterator[Finding]:
-    """Rank folders of an earlier run that this user cannot write."""
     if not folder.is_dir():
         return
     ranks = [path for path in folder.glob("[0-9]*") if path.is_dir()]
@@ -413,8 +407,6 @@ _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of /proc/mounts."""
-
     point: Path
     kind: str
     source: str

@@ -191,10 +191,9 @@ def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
 
 # Whether finished ranks would read today what they have read.
 #
-# datatrove skips a finished rank, so a changed input would be noticed by nobody: the old output would stand for it. An
-# unfinished rank checks its input itself when it resumes (see ``readers/inputs.py``), and may see changes in what it
-# has not read yet. A finished rank that has lost its completion marker resumes, too, and reads new files; its own check
-# does not see that a file was replaced by one of the same size, so this is checked here.
+# datatrove skips a finished rank, so the old output would stand for a changed input. An unfinished rank checks its
+# input when it resumes (see ``readers/inputs.py``). A finished rank that has lost its completion marker resumes, too;
+# its own check does not notice a file that was replaced by one of the same size, so this is checked here.
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
@@ -260,7 +259,6 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
 
 
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
-    """What each finished rank has read, if a record tells."""
     # Another number of tasks is refused as such, and not for the files that each rank would get by it.
     if tasks_of(root) != plan.tasks:
         return []

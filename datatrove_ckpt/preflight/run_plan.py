@@ -131,7 +131,6 @@ class RunPlan:
         return found
 
     def marker(self, rank: int) -> str:
-        """Returns the path of the file that marks a rank as complete."""
         return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
 
     def forget(self, rank: int) -> None:

@@ -129,10 +129,8 @@ class WorkCounts:
     """What attempts did. Unlike the counts of documents, this does not survive a kill: the last minute is not here.
 
     Attributes:
-        documents: finished.
         requests: requests that a server answered.
         failed: requests without an answer at the end: rejected, or given up.
-        prompt_tokens, completion_tokens: of the answers, as the server counts them.
         cached: requests that were answered from the request cache.
         sent: attempts of requests that were sent to a server.
         retries: of these, those that failed and whose request was sent again.

@@ -239,9 +239,14 @@ class Owner(TypedDict):
 
 def new_owner(fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0) -> Owner:
     """Returns this process as an owner, with a nonce of its own. Fence 0: no process has worked on the rank."""
-    host = socket.gethostname()
-    pid = os.getpid()
-    return Owner(fence=fence, host=host, pid=pid, nonce=secrets.token_hex(8), earlier=earlier or {}, commits=commits)
+    return Owner(
+        fence=fence,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        nonce=secrets.token_hex(8),
+        earlier=earlier or {},
+        commits=commits,
+    )
 
 
 class Fence:

@@ -179,10 +179,9 @@ def refuse_missing_run_json(folder: Path) -> None:
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it wrote "
             f"{last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
         )
-    if folder.is_dir():
-        journals = [journal_path(folder, index).name for index in journal_indices(folder)]
-    else:
-        journals = []
+    if not folder.is_dir():
+        return
+    journals = [journal_name(index) for index in journal_indices(folder)]
     foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()] + journals[:3]
     if foreign:
         raise CheckpointMismatch(

@@ -264,19 +264,13 @@ class OpenCheckpoint:
 
 @dataclass
 class CheckpointManager:
-    """The checkpoint of one rank, not open yet: settings only.
+    """The checkpoint of one rank, not open yet: settings, which ``InferenceRunner`` explains, and what ``take`` calls.
 
     Args:
-        root: ``checkpoints_local_dir``.
         before_first: called before the first start of a rank; an error of it refuses the rank.
         before_move: called before the first start of a job with another output folder; likewise.
         placed_later: output is in place long after it is written, so only the room on the disk limits how many chunks
             wait for that.
-        sync_seconds: how many seconds of answers a power loss may cost.
-        retry_errors: forget cached permanent errors.
-        keep_answers: write the answers of committed documents to a file, instead of deleting them.
-        accept_changes: continue with another identity, and record that.
-        mirror: keeps a copy elsewhere.
         old_answers: opens the answers of an old run; an error of it refuses the rank.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """

@@ -113,7 +113,6 @@ class Manifest:
         run: the content of ``run.json``.
         files: the parts of each other file, in order.
         answers: parts that hold rows of the request cache, as lines of JSON.
-        finished: whether every document of the input is committed.
         when: the time of the upload, in ISO 8601.
     """
 

@@ -261,7 +261,6 @@ class AppendFile:
         self._unsynced_data = self.size > 0
 
     def append(self, data: bytes) -> int:
-        """Returns the offset where ``data`` starts."""
         self._unsynced_data = True
         offset = disk.append(self.path, data)
         self.size = offset + len(data)

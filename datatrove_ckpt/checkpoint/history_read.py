@@ -137,7 +137,6 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Between the two lines of the window."""
         if self.window is None:
             return 0.0
         return self.window[1].at - self.window[0].at
@@ -166,7 +165,6 @@ def read_history(path: str, most: int = 0) -> History:
 
 
 def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
-    """Returns the history in these lines. Damaged lines are left out."""
     found = History()
     attempts: dict[int, AttemptSummary] = {}
     step = 0

@@ -235,7 +235,6 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
 
 
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
-    """Returns the content of a ``job.json`` that follows the content ``before``."""
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
     job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
     return sealed_json(job)

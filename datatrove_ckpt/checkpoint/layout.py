@@ -73,7 +73,6 @@ def rank_numbers(root: Path) -> list[int]:
 
 
 def last_chunk_file(root: Path, rank: int) -> Path:
-    """Returns the file that shows people and other tools the rank's progress."""
     return last_chunk_of(rank_folder(root, rank))
 
 

@@ -219,7 +219,6 @@ class RankLedger:
 
     @property
     def open_journals(self) -> dict[int, DocumentCounts]:
-        """The journals of chunks that are not committed, if they were counted."""
         journals = self.journals or {}
         return {index: journals[index] for index in self.open_chunks if index in journals}
 
@@ -243,7 +242,6 @@ class RankLedger:
         return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.owners
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
-        """Yields the bytes from ``start`` to ``end`` of the dead letters file, in blocks."""
         if end <= start or not self.dead_letters_file.exists():
             return
         with explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:

@@ -188,7 +188,6 @@ class OpenCheckpoint:
 
     @property
     def seconds(self) -> Seconds:
-        """What all attempts took until the last commit."""
         return self._files.seconds
 
     @property
@@ -209,7 +208,6 @@ class OpenCheckpoint:
 
     @property
     def publishing(self) -> int:
-        """Number of complete chunks that are not committed yet."""
         # Two counters, each written by one thread only, instead of one that would need a lock.
         return self._complete - self._files.committed
 

@@ -246,7 +246,6 @@ class RequestCache:
         self._delete("chunk_index = ?", (chunk_index,))
 
     def forget_errors(self) -> None:
-        """Deletes permanent errors, so that those requests are sent again."""
         self._delete("error_message IS NOT NULL")
 
     def sync(self) -> None:

@@ -296,7 +296,6 @@ class Versions:
         self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
     def remove(self, name: str) -> None:
-        """Removes a version, an ownership or an object, by its name below the rank's folder."""
         self._store.remove(name)
 
     def put_object(self, name: str, data: bytes) -> Part:

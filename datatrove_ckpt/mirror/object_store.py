@@ -144,7 +144,6 @@ class ObjectStore:
             effects.copy(self._fs, self._path(name), self._path(to))
 
     def remove(self, name: str) -> None:
-        """Removes an object, if it is there."""
         with suppress(FileNotFoundError), file_system_call():
             effects.delete(self._fs, self._path(name))
 

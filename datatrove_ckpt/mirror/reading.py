@@ -115,7 +115,6 @@ def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
 
 
 def rank_names(store: ObjectStore) -> Iterator[str]:
-    """Yields the folders of all ranks, such as "00000" or "retry-00001/00000"."""
     for name in store.names():
         if layout.is_rank(name):
             yield name

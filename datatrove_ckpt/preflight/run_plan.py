@@ -113,7 +113,6 @@ class RunPlan:
 
     @property
     def kept(self) -> list[tuple[RunnerPlan, Path]]:
-        """The runners whose checkpoints are on this machine, with their folders."""
         roots = [(runner, runner.root) for runner in self.runners]
         return [(runner, root) for runner, root in roots if root is not None]
 

@@ -63,7 +63,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class ChunkSlot:
-    """The slot of a document that must be processed. ``cached``: there may be answers to it."""
+    """The slot of a document to be processed. ``cached``: there may be answers to it."""
 
     ordinal: int
     chunk: Chunk

@@ -160,7 +160,6 @@ class DocumentCounts:
         return text
 
     def unsplit(self) -> WorkStats:
-        """Returns what an earlier release's commit tells of the work."""
         work = WorkStats()
         work.count_unsplit(self.read, self.requests, self.prompt_tokens, self.completion_tokens)
         return work
@@ -384,7 +383,6 @@ class CommitLog:
         return self._file.size
 
     def unbroken(self) -> list[Commit]:
-        """Returns the commits of chunks 0, 1, 2, ... up to the first chunk that has none."""
         return [self.commits[index] for index in range(count_unbroken(self.commits))]
 
 
@@ -412,7 +410,6 @@ class CommitSums:
 
     @classmethod
     def of(cls, commits: Collection[Commit]) -> CommitSums:
-        """Sums commits that are in the order in which they were written."""
         sums = cls(indices=frozenset(commit.chunk_index for commit in commits))
         for commit in commits:
             sums.counts.add(commit.counts)

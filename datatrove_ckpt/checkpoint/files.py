@@ -58,7 +58,6 @@ _PATIENCE_SECONDS = 10.0
 
 
 def copy_mode(path: Path, fd: int) -> None:
-    """Gives an open file the mode of another one, if that exists and the file system has modes."""
     with suppress(OSError):
         os.fchmod(fd, stat.S_IMODE(path.stat().st_mode))
 
@@ -120,7 +119,6 @@ class Disk:
             os.truncate(path, size)
 
     def remove(self, path: Path) -> None:
-        """Removes the file, if it is there."""
         self.forget(path)
         with explained("remove", path):
             path.unlink(missing_ok=True)
@@ -131,7 +129,6 @@ class Disk:
             path.rmdir()
 
     def remove_tree(self, path: Path) -> None:
-        """Removes the folder and its content, if it is there."""
         if path.exists():
             with explained("remove", path):
                 shutil.rmtree(path)
@@ -242,7 +239,6 @@ class Disk:
                 os.close(fd)
 
     def close(self, below: Path = Path("/")) -> None:
-        """Closes the descriptors that ``append`` keeps of files below a folder."""
         with self._appending:
             for path in list(self._open):
                 if path.is_relative_to(below):
@@ -265,14 +261,12 @@ class AppendFile:
         self._unsynced_data = self.size > 0
 
     def append(self, data: bytes) -> int:
-        """Returns the offset where ``data`` starts."""
         self._unsynced_data = True
         offset = disk.append(self.path, data)
         self.size = offset + len(data)
         return offset
 
     def sync(self) -> None:
-        """Does nothing if nothing was appended since the last sync."""
         if not self._unsynced_data:
             return
         disk.sync(self.path)

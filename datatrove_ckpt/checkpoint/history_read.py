@@ -129,23 +129,19 @@ class History:
 
     @property
     def last(self) -> Progress | None:
-        """The newest progress line."""
         return next(reversed(self.minutes), None)
 
     @property
     def last_at(self) -> float | None:
-        """Time of the newest line."""
         return max((attempt.last_seen for attempt in self.attempts), default=None)
 
     @property
     def seconds(self) -> float:
-        """Between the two lines of the window."""
         if self.window is None:
             return 0.0
         return self.window[1].at - self.window[0].at
 
     def rates(self) -> Rates:
-        """Returns the rates of the last minutes of the newest attempt."""
         seconds = self.seconds
         if self.window is None or seconds <= 0:
             return Rates()
@@ -169,7 +165,6 @@ def read_history(path: str, most: int = 0) -> History:
 
 
 def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
-    """Returns the history in these lines. Damaged lines are left out."""
     found = History()
     attempts: dict[int, AttemptSummary] = {}
     step = 0
@@ -188,7 +183,6 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
             found.servers.append(record)
 
     def end_attempt() -> None:
-        """Takes the lines of an attempt that are not events."""
         chosen = [*minutes[-1:], *spreads[-1:]]
         if step:
             chosen = [*minutes[:-1:step], *chosen]

@@ -100,8 +100,7 @@ class Silence(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         found = cls(*values)
-        if not all(map(is_seconds, found[:2])):
-            raise ValueError("a silence is damaged")
+        _check_seconds(found[:2])
         return found._replace(model=_text(found.model))
 
 
@@ -121,8 +120,7 @@ class Wait(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         found = cls(*values)
-        if not all(map(is_seconds, found[:2])):
-            raise ValueError("a wait is damaged")
+        _check_seconds(found[:2])
         return found._replace(document=_text(found.document))
 
 
@@ -131,10 +129,8 @@ class WorkCounts:
     """What attempts did. Unlike the counts of documents, this does not survive a kill: the last minute is not here.
 
     Attributes:
-        documents: finished.
         requests: requests that a server answered.
         failed: requests without an answer at the end: rejected, or given up.
-        prompt_tokens, completion_tokens: of the answers, as the server counts them.
         cached: requests that were answered from the request cache.
         sent: attempts of requests that were sent to a server.
         retries: of these, those that failed and whose request was sent again.
@@ -436,6 +432,11 @@ def parse_line(line: bytes) -> Record | None:
 def is_progress_line(line: bytes) -> bool:
     """Whether a line seems to hold ``Progress``; without parsing it."""
     return line.startswith(_PROGRESS, BODY_AT)
+
+
+def _check_seconds(values: Sequence[float]) -> None:
+    if not all(map(is_seconds, values)):
+        raise ValueError("a number of seconds is damaged")
 
 
 def _text(value: object) -> str:

@@ -53,9 +53,6 @@ from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secre
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed, VersionMismatch
 from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, Tasks, written
 
-# The fields by which two runs are the same run, as ``run.json`` and ``job.json`` keep them.
-
-
 _USERS_FIELDS = (
     "imports",
     "uses",
@@ -102,7 +99,6 @@ class RunIdentity:
 
 
 def fields_without_secrets(fields: Json) -> Json:
-    """Returns the fields of an identity, with hashes in the place of the user's secrets."""
     found = environment_secrets(is_surely_secret).values()
     return {name: _field_without_secrets(name, value, found) for name, value in fields.items()}
 
@@ -115,7 +111,6 @@ def _field_without_secrets(name: str, value: object, found: Collection[str] | No
 
 
 def without_its_secrets(content: Json) -> Json:
-    """Returns the content of a ``run.json`` or ``job.json``, with hashes in the place of secrets."""
     clean = fields_without_secrets(content)
     if accepted := content.get("accepted_changes"):
         clean["accepted_changes"] = [_change_without_secrets(change) for change in accepted]
@@ -133,17 +128,13 @@ def as_kept(fields: Json) -> Json:
     return fields_without_secrets(kept)
 
 
-# Which version of this program wrote a checkpoint, and whether this one can go on with it.
-#
 # ``format`` in ``run.json`` and ``job.json`` is the version of everything in a rank's folder. It grows with each
-# release that an earlier one could misread. Code goes on with every format that it lists here, and the next start
-# writes its own; it refuses a newer one before it reads anything else, and names the release (``written_by``) to
-# install.
+# release that an earlier one could misread. Each start writes the newest format.
 #
-# format first written by what changed 1 0.1.0 2 0.2.0 history.jsonl, job.json, shard.json; times, work and hashes of
-# the hub in commits, and checksums of answers, which 0.1.0 takes for damage 3 0.2.0 a checksum in front of run.json,
-# job.json and shard.json, which earlier builds of 0.2.0 take for a setting 4 0.2.0 results without a
-# wrapper in journals (``documents.encode_finished``)
+#     1   0.1.0
+#     2   history.jsonl, job.json, shard.json; times, work and hashes of the hub in commits, and checksums of answers
+#     3   a checksum in front of run.json, job.json and shard.json
+#     4   results without a wrapper in journals (``documents.encode_finished``)
 
 FORMAT = 4
 """What this version writes."""
@@ -166,7 +157,6 @@ def stamped(fields: Json) -> Json:
 
 
 def settings_in(content: Json) -> Json:
-    """Returns the settings that all ranks of a run share, from the content of ``run.json`` or ``job.json``."""
     return {name: value for name, value in content.items() if name not in NO_SETTINGS}
 
 
@@ -189,16 +179,12 @@ def check_format(where: object, content: object, known: int = FORMAT, written_by
         return
     assert isinstance(content, dict)
     writer = content.get(WRITTEN_BY, written_by)
-    is_named = isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None
-    if is_named:
-        who = f"datatrove-ckpt {writer}"
-    else:
-        who = f"{'a newer' if number > known else 'an older'} datatrove-ckpt"
     is_new = number > known
-    if is_named:
-        get = f"datatrove-ckpt {writer}{' or newer' * is_new}"
-    else:
-        get = "the version that wrote it"
+    who = f"{'a newer' if is_new else 'an older'} datatrove-ckpt"
+    get = "the version that wrote it"
+    if isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None:
+        who = f"datatrove-ckpt {writer}"
+        get = f"{who}{' or newer' * is_new}"
     if known == OLDEST_FORMAT:
         formats = f"format {known}"
     else:
@@ -253,9 +239,14 @@ class Owner(TypedDict):
 
 def new_owner(fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0) -> Owner:
     """Returns this process as an owner, with a nonce of its own. Fence 0: no process has worked on the rank."""
-    host = socket.gethostname()
-    pid = os.getpid()
-    return Owner(fence=fence, host=host, pid=pid, nonce=secrets.token_hex(8), earlier=earlier or {}, commits=commits)
+    return Owner(
+        fence=fence,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        nonce=secrets.token_hex(8),
+        earlier=earlier or {},
+        commits=commits,
+    )
 
 
 class Fence:
@@ -373,10 +364,10 @@ def read_run(path: Path) -> Json:
     return without_its_secrets(run_with_secrets(path))
 
 
-def run_with_secrets(path: Path) -> Json:
+def run_with_secrets(path: Path | str) -> Json:
     """Returns what ``read_run`` does, with the secrets that an earlier release may have written."""
     try:
-        with explained("read", path), path.open("rb") as file:
+        with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
             data = file.read(_MAX_BYTES + 1)
     except StorageFailed as error:
         if isinstance(error.__cause__, PermissionError):
@@ -404,7 +395,6 @@ def parse_run(path: Path | str, data: bytes) -> Json:
 
 
 def not_readable(path: Path | str) -> str:
-    """Says that a checkpoint is another user's."""
     return (
         f"{path}: permission denied. Checkpoints are private, because they hold documents and answers. Run this "
         "command as the user who made them"
@@ -510,7 +500,6 @@ def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
 
 
 def records(changes: Iterable[Change]) -> list[Json]:
-    """Returns accepted changes as ``run.json`` and ``job.json`` keep them."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [{"when": when, "field": change.field, "old": change.old, "new": change.new} for change in changes]
 
@@ -534,13 +523,13 @@ def _shown(identity: Json, name: str) -> str:
     return f"{text[:300]}... ({len(text)} characters)"
 
 
-# Parts of a request that hold a schema. A setting of the user's own may be called anything with "schema" in it. When
-# two values of a setting are the same: as JSON, with three rules of its own.
+# When two values of a setting are the same: as JSON, with three rules.
 #
 # The order of keys does not matter, except in a JSON schema and inside of a parameter of requests: engines answer in
 # the order of a schema's properties, and requests keep it. True is not 1, because a request says ``true``; 1 is 1.0.
 # Hashes of secrets that were made with two keys of a mirror, or one without, cannot be compared, and count as the same.
 
+# Parts of a request that hold a schema. A setting of the user's may have any name with "schema" in it.
 _ORDERED = ("response_format", "structured_outputs", "schema")
 _ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
 _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed

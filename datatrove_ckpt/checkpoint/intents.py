@@ -49,7 +49,6 @@ class Intents:
         return set(self._hashes)
 
     def hashes(self, name: str) -> set[str]:
-        """Returns the hashes of the content that this rank may have published under the name."""
         return self._hashes.get(name, set())
 
     def add(self, hashes: Mapping[str, str]) -> None:

@@ -74,7 +74,6 @@ class JobChanges:
         self.changes += [change for change in changes if change not in self.changes]
 
     def join(self, other: JobChanges) -> None:
-        """Adds changes of other ranks."""
         self.ranks = sorted([*self.ranks, *other.ranks])
         self.changes += [change for change in other.changes if change not in self.changes]
         self.empty += other.empty
@@ -229,7 +228,6 @@ def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
 
 
 def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> bytes:
-    """Returns the content of the next ``job.json``, after a comparison with all other ranks."""
     others = _compare_ranks(root, [other for other in rank_numbers(root) if other != rank], identity)
     if others.changes and (not accept or others.is_layout):
         raise _refusal(root, others)
@@ -237,7 +235,6 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
 
 
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
-    """Returns the content of a ``job.json`` that follows the content ``before``."""
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
     job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
     return sealed_json(job)

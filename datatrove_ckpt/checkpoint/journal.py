@@ -115,20 +115,18 @@ class Finished:
         """Raises KeyError, TypeError or ValueError if the line holds no finished document, but see ``check``, too."""
         at = body.index(_DOCUMENT)
         data = orjson.loads(body[:at] + b"}")
-        ordinal = data["ordinal"]
-        outcome = data["outcome"]
-        fingerprint = data["input"]
-        requests = data["requests"]
-        prompt = data["prompt_tokens"]
-        completion = data["completion_tokens"]
-        document = body[at + len(_DOCUMENT) : -1]
-        ends = tuple(data.get("ends", (0, 0, 0)))
-        work = None if data.get("work") is None else Work(*data["work"])
-        if data.get("seconds") is None:
-            seconds = None
-        else:
-            seconds = Seconds.from_json(data["seconds"])
-        return cls(ordinal, outcome, fingerprint, document, requests, prompt, completion, work, seconds, ends)
+        return cls(
+            data["ordinal"],
+            data["outcome"],
+            data["input"],
+            body[at + len(_DOCUMENT) : -1],
+            data["requests"],
+            data["prompt_tokens"],
+            data["completion_tokens"],
+            None if data.get("work") is None else Work(*data["work"]),
+            None if data.get("seconds") is None else Seconds.from_json(data["seconds"]),
+            tuple(data.get("ends", (0, 0, 0))),
+        )
 
     def check(self) -> None:
         """Raises TypeError or ValueError if a line that is whole holds something else: another version wrote it."""

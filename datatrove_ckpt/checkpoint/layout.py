@@ -22,6 +22,7 @@ LOCK = "lock"
 CACHE = "replay.sqlite3"
 CACHE_LOGS = ("-wal", "-journal")
 """What SQLite adds to a database's name for its logs."""
+CACHE_FILES = (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
 """What the rank has read: its files, and how many lines were skipped. Written when the input has ended."""
@@ -29,7 +30,7 @@ KEPT_ANSWERS = "answers.jsonl"
 """Answers of committed documents, if the user keeps them."""
 HISTORY = "history.jsonl"
 """What the rank's attempts did, and when. For people: recovery does not need it."""
-FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
+FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, *CACHE_FILES)
 """What is a file in a rank's folder, or missing; and journals."""
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""
@@ -60,7 +61,6 @@ def is_ours(name: str) -> bool:
 
 
 def rank_folder(root: Path, rank: int) -> Path:
-    """Returns the folder of a rank below ``checkpoints_local_dir``, or below the folder of a retry."""
     return root / f"{rank:05d}"
 
 
@@ -69,17 +69,14 @@ def is_rank(name: str) -> bool:
 
 
 def rank_numbers(root: Path) -> list[int]:
-    """Returns the ranks that have a folder below ``root``, in ascending order."""
     return sorted(int(path.name) for path in root.iterdir() if is_rank(path.name))
 
 
 def last_chunk_file(root: Path, rank: int) -> Path:
-    """Returns the file that shows people and other tools the rank's progress."""
     return last_chunk_of(rank_folder(root, rank))
 
 
 def last_chunk_of(folder: Path) -> Path:
-    """Returns ``last_chunk_file`` from a rank's folder."""
     return folder.parent / "last_chunk" / f"{folder.name}.txt"
 
 
@@ -148,7 +145,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def retry_folder(root: Path, number: int) -> Path:
-    """Returns the folder of the ``number``-th retry of dead letters, counted from 1."""
+    """``number`` counts from 1."""
     return root / f"retry-{number:05d}"
 
 
@@ -181,10 +178,9 @@ def refuse_missing_run_json(folder: Path) -> None:
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it wrote "
             f"{last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
         )
-    if folder.is_dir():
-        journals = [journal_path(folder, index).name for index in journal_indices(folder)]
-    else:
-        journals = []
+    if not folder.is_dir():
+        return
+    journals = [journal_name(index) for index in journal_indices(folder)]
     foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()] + journals[:3]
     if foreign:
         raise CheckpointMismatch(
@@ -194,7 +190,6 @@ def refuse_missing_run_json(folder: Path) -> None:
 
 
 def continue_datatroves(checkpoints: Path | str) -> str:
-    """Says what to do where datatrove's own runner has left its checkpoint, or output."""
     return (
         f"To continue that run, stop it, choose another {written.folders}, and set "
         f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. To "

@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_delivered,
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
-from datatrove_ckpt.checkpoint.identity import not_readable, parse_run, read_run, settings_in
+from datatrove_ckpt.checkpoint.identity import not_readable, run_with_secrets, settings_in, without_its_secrets
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -219,7 +219,6 @@ class RankLedger:
 
     @property
     def open_journals(self) -> dict[int, DocumentCounts]:
-        """The journals of chunks that are not committed, if they were counted."""
         journals = self.journals or {}
         return {index: journals[index] for index in self.open_chunks if index in journals}
 
@@ -243,7 +242,6 @@ class RankLedger:
         return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.owners
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
-        """Yields the bytes from ``start`` to ``end`` of the dead letters file, in blocks."""
         if end <= start or not self.dead_letters_file.exists():
             return
         with explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
@@ -435,7 +433,6 @@ class _Listing:
 
     @property
     def is_finished(self) -> bool:
-        """See ``layout.is_finished``."""
         return RUN in self.entries and not {LOCK, CACHE} & self.entries.keys() and not self.journals
 
     def path(self, name: str) -> str:
@@ -455,10 +452,9 @@ class _Listing:
 
 
 def _read_run(path: str, want: Want) -> Json:
+    run = run_with_secrets(path)
     if Want.SETTINGS in want:
-        return read_run(Path(path))
-    with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
-        run = parse_run(path, file.read())
+        return without_its_secrets(run)
     return {"owner": run.get("owner", {})}
 
 
@@ -545,7 +541,6 @@ def _cause(kind: str, error: str) -> str:
 
 
 def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
-    """Returns the most frequent causes in their order, and the sum of the others last."""
     known = Counter(causes)
     others = known.pop(OTHERS, 0)
     kept = Counter(dict(known.most_common(most)))

@@ -30,8 +30,6 @@ from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
-# What errors of the disk mean: ``StorageFailed``, with what to do.
-
 
 @contextmanager
 def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -51,7 +49,6 @@ def _cause(error: Exception) -> str:
 
 
 def too_large() -> str:
-    """Says what to do about a file that may not grow."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
         return "Its file system takes no larger files: choose a folder on another one, or lower records_per_chunk."
@@ -196,10 +193,7 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-# Files that are one JSON object, replaced as a whole, with a checksum of their own: damage is no other setting.
-#
-# ``run.json``, ``job.json`` and ``shard.json``. The checksum is that of a line, so it
-# comes first in the file. 0.1.0 wrote none.
+# ``run.json``, ``job.json`` and ``shard.json`` are one JSON object, replaced as a whole, and sealed as a line.
 
 SHARD_VERSION = 2
 """``version`` in ``shard.json``. 1 has no checksum."""

@@ -64,7 +64,6 @@ class RunNumbers:
 
     @property
     def documents(self) -> int:
-        """Documents that are done, committed or not."""
         return self.counts.read + self.unfinished.read
 
     @property

@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, decides, read_run, refusal
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
-    CACHE_LOGS,
+    CACHE_FILES,
     KEPT_ANSWERS,
     LOCK,
     RUN,
@@ -80,7 +80,6 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 
 
 def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
-    """Refuses settings with which no answer can be used."""
     binding = {_TASKS}
     if "models" not in kept and _MODEL not in _accepted(kept):  # else some answers may be of the model of now
         binding.add(_MODEL)
@@ -103,7 +102,7 @@ def _copy(folder: Path) -> RequestCache:
         if was_there or (folder / CACHE).exists():  # a finished rank has neither, and stays finished
             stack.callback(files.Lock(lock).release, remove=not was_there)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-")))
-        for name in (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS)):  # opening it in its place would change it
+        for name in CACHE_FILES:  # opening it in its place would change it
             if (folder / name).exists():
                 with explained("copy", folder / name):
                     shutil.copy(folder / name, place)

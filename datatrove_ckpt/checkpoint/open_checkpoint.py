@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
-    CACHE_LOGS,
+    CACHE_FILES,
     COMMITS,
     HISTORY,
     KEPT_ANSWERS,
@@ -188,7 +188,6 @@ class OpenCheckpoint:
 
     @property
     def seconds(self) -> Seconds:
-        """What all attempts took until the last commit."""
         return self._files.seconds
 
     @property
@@ -209,7 +208,6 @@ class OpenCheckpoint:
 
     @property
     def publishing(self) -> int:
-        """Number of complete chunks that are not committed yet."""
         # Two counters, each written by one thread only, instead of one that would need a lock.
         return self._complete - self._files.committed
 
@@ -261,28 +259,16 @@ class OpenCheckpoint:
 
 # how a rank is taken --------------------------------------------------------------------------------------------------
 
-# CheckpointManager: the settings of one rank's checkpoint, and how this process takes the rank.
-#
-# ``take`` takes the lock, compares the identity with what this rank and its job have, takes the fence and recovers, in
-# this order. Whatever fails on the way is undone, so a refused process leaves the rank to its owner, and a finished
-# rank finished.
-
 
 @dataclass
 class CheckpointManager:
-    """The checkpoint of one rank, not open yet: settings only.
+    """The checkpoint of one rank, not open yet: settings, which ``InferenceRunner`` explains, and what ``take`` calls.
 
     Args:
-        root: ``checkpoints_local_dir``.
         before_first: called before the first start of a rank; an error of it refuses the rank.
         before_move: called before the first start of a job with another output folder; likewise.
         placed_later: output is in place long after it is written, so only the room on the disk limits how many chunks
             wait for that.
-        sync_seconds: how many seconds of answers a power loss may cost.
-        retry_errors: forget cached permanent errors.
-        keep_answers: write the answers of committed documents to a file, instead of deleting them.
-        accept_changes: continue with another identity, and record that.
-        mirror: keeps a copy elsewhere.
         old_answers: opens the answers of an old run; an error of it refuses the rank.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
@@ -307,7 +293,9 @@ class CheckpointManager:
         return rank_folder(self.root, self.rank)
 
     def take(self) -> RankLease:
-        """Takes the lock, checks the identity, takes the fence, and recovers.
+        """Takes the lock, compares the identity with the rank's and the job's, takes the fence, and recovers.
+
+        What fails on the way is undone: a refused process leaves the rank to its owner, and a finished rank finished.
 
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
@@ -357,7 +345,6 @@ class CheckpointManager:
     def _take_over(
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
     ) -> tuple[Fence, RequestCache]:
-        """Makes this process the rank's owner, and opens the request cache."""
         if not claim.before and (last_chunk := last_chunk_of(self.folder)).exists():
             # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
             files.disk.remove(last_chunk)
@@ -372,7 +359,7 @@ class CheckpointManager:
         fence = claim.take(commits)
         if not lock.works:  # an earlier owner may still have these files open, until it checks the fence
             journals = [journal_name(index) for index in journal_indices(self.folder)]
-            for name in (*journals, CACHE, *(CACHE + suffix for suffix in CACHE_LOGS), COMMITS, HISTORY):
+            for name in (*journals, *CACHE_FILES, COMMITS, HISTORY):
                 files.disk.detach(self.folder / name)
         return fence, self._open_cache(undo)
 

@@ -55,8 +55,6 @@ class Placement:
 
 
 class DiskRoom:
-    """Whether the disk of a rank's checkpoint is nearly full."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_look = 0.0

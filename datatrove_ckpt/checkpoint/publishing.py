@@ -68,7 +68,6 @@ class Publisher:
         threading.Thread(target=work, args=(self._run,), name="datatrove-ckpt publisher", daemon=True).start()
 
     def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
-        """Queues a chunk, whose ``journal`` holds all its documents and is synced."""
         self._queue.put(partial(self._publish, chunk, journal))
 
     def no_more(self) -> None:

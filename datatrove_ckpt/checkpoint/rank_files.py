@@ -40,17 +40,14 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedReq
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot
 
-# Snapshot: a description of the checkpoint at one instant of the storage thread, from which a copy can be made.
-#
-# Nothing is copied here, and only the caller waits. A file of a checkpoint only grows until it is removed, so its size
-# at the instant says which of its bytes belong to the snapshot, and they can be read later. The history is replaced by
-# a shorter one now and then; a count of that tells it (not the inode, which may be used again). Only rows of the
-# request cache are read at once: those put since the last snapshot whose document is not finished.
+# A snapshot copies nothing. A file of a checkpoint only grows until it is removed, so its size at the instant says
+# which of its bytes belong to the snapshot, and they can be read later. The history is replaced by a shorter one now
+# and then, which is counted (the inode may be used again). Only rows of the request cache are read at once.
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a copy must hold.
+    """What a copy must hold of the checkpoint at one instant of the storage thread.
 
     Attributes:
         run: the content of ``run.json``.
@@ -207,7 +204,6 @@ class RankFiles:
             self._next_sync = time.monotonic() + self.interval.seconds
 
     def sync(self) -> None:
-        """Makes everything written so far survive power loss."""
         if self.seconds_to_sync is None:
             return
         start = time.monotonic()

@@ -57,8 +57,6 @@ class Answer(NamedTuple):
 
 
 class CachedRequest(NamedTuple):
-    """A row of the table."""
-
     chunk_index: int
     ordinal: int
     doc_id: str
@@ -85,7 +83,7 @@ def has_answers(path: Path) -> bool:
 
     A file that is larger than an empty one, or that cannot be read, counts as one with answers.
     """
-    found = [file for file in (path, path.with_name(f"{path.name}-wal")) if file.exists()]
+    found = [file for file in (path, *_logs(path)) if file.exists()]
     if not found or sum(file.stat().st_size for file in found) > _EMPTY_BYTES:
         return bool(found)
     with tempfile.TemporaryDirectory() as folder:
@@ -206,10 +204,6 @@ class RequestCache:
     def count(self) -> int:
         return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
 
-    def ordinals(self) -> set[int]:
-        """Returns the ordinals of the documents that have answers, see ``answer_counts``."""
-        return set(self.answer_counts())
-
     def answer_counts(self) -> dict[int, int]:
         """Returns how many answers each document has. A damaged row may add an ordinal below the highest.
 
@@ -222,7 +216,6 @@ class RequestCache:
         return found
 
     def chunks(self) -> set[int]:
-        """Returns the indices of the chunks that have answers."""
         found = self._read("SELECT DISTINCT chunk_index FROM request_cache")
         return {index for (index,) in found if isinstance(index, int)}
 
@@ -253,12 +246,11 @@ class RequestCache:
         self._delete("chunk_index = ?", (chunk_index,))
 
     def forget_errors(self) -> None:
-        """Deletes permanent errors, so that those requests are sent again."""
         self._delete("error_message IS NOT NULL")
 
     def sync(self) -> None:
         """Makes what was put survive power loss."""
-        wal = self.path.with_name(self.path.name + "-wal")
+        wal = _logs(self.path)[0]
         if self.unsynced and wal.exists():
             files.disk.sync(wal)
             if not self._name_synced:  # SQLite syncs the log's name only at its next checkpoint
@@ -280,8 +272,8 @@ class RequestCache:
 
     def remove(self) -> None:
         self.close()
-        for suffix in ("", *CACHE_LOGS):
-            files.disk.remove(self.path.with_name(self.path.name + suffix))
+        for path in (self.path, *_logs(self.path)):
+            files.disk.remove(path)
 
 
 def has_right_types(request: CachedRequest) -> bool:
@@ -369,7 +361,6 @@ def _check_schema(connection: sqlite3.Connection) -> list[str]:
 
 
 def _rename_aside(path: Path) -> Path:
-    """Renames the database and its logs. Returns the database's new path."""
     when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     aside = path.with_name(f"{path.name}.damaged-{when}")
     for suffix in ("", *CACHE_LOGS):

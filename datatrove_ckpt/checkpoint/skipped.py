@@ -43,7 +43,6 @@ class SkippedLines(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The counts with their nouns, such as "2 damaged lines and 1 row without text"."""
         counts = []
         if self.damaged:
             counts.append(plural(self.damaged, "damaged line"))

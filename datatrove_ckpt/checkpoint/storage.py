@@ -67,7 +67,6 @@ class StorageThread:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes handed over and not yet written."""
         return self._submitted_bytes - self._written_bytes
 
     def put_answer(self, request: CachedRequest) -> None:

@@ -72,9 +72,8 @@ def _check_tasks(plan: RunPlan) -> None:
     Raises:
         CheckpointMismatch: the run has another number of tasks.
     """
-    for runner in plan.runners:
-        root = runner.root
-        if root is not None and root.is_dir() and rank_numbers(root):
+    for runner, root in plan.kept:
+        if root.is_dir() and rank_numbers(root):
             refuse_other_tasks(root, runner.identity)
 
 

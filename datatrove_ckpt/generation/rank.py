@@ -85,7 +85,9 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     preemption = Preemption(step.drain_signals, seconds, step.preemption_notice)
     with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
         preemption.check_time_limit()
-        check_output_of_rank(step.output_writer, () if step.retry_dead_letters else data or (), world_size)
+        check_rank_in_template(step.output_writer, world_size)
+        documents = () if step.retry_dead_letters else data or ()
+        refuse_own_output((before for before, _, _ in steps_before(documents)), step.output_writer)
         nodes = Nodes.from_environment()
         if nodes.count > 1 and len(models) > 1:
             names = ", ".join(step.models)
@@ -97,46 +99,50 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
 
                 asyncio.run(follow_head(step.model, rank, nodes, preemption.shutdown))
             else:
-                _Run(step, data or [], world_size, preemption).lead(rank)
+                _Run(step, data or [], rank, world_size, preemption).lead()
 
 
 @dataclass
 class _Run:
     step: Step
     data: Iterable[Document]
+    rank: int
     world_size: int
     preemption: Preemption
 
-    def lead(self, rank: int) -> None:
+    def lead(self) -> None:
         step = self.step
+        rank = self.rank
         for config in step.models.values():
             check_servers(config)
         check_monitoring(step.monitoring)
         if step.checkpoints_local_dir is None:
             refuse_strangers_without_checkpoint(step.output_writer, rank)
             without = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, self.preemption.shutdown)
-            self._process(self.data, rank, without, RankNumbers(rank))
+            self._process(self.data, without, RankNumbers(rank))
             return
         if step.retry_dead_letters:
-            self._retry(rank)
+            self._retry()
             return
         with naming_mirror(step, step.checkpoints_root):
             restore_from_mirror(step, rank, self.preemption)
-            self._take(self.data, rank, step.checkpoints_root)
+            self._take(self.data, step.checkpoints_root)
 
-    def _retry(self, rank: int) -> None:
+    def _retry(self) -> None:
         step = self.step
+        rank = self.rank
         restore_from_mirror(step, rank, self.preemption)
         StepStats(self.data).restore(rank_folder(step.checkpoints_root, rank) / SHARD)
         if (retry := DeadLetterPass.next(step.checkpoints_root, rank)) is None:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             RankNumbers(rank, step.checkpoints_root).fill(step.stats)
             return
-        self._take(retry.documents(), rank, retry.root, retry.prefix)
+        self._take(retry.documents(), retry.root, retry.prefix)
 
-    def _take(self, data: Iterable[Document], rank: int, root: Path, prefix: str = "") -> None:
+    def _take(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
         """Takes the rank, and then makes what publishes its output: see ``RankLease``."""
         step = self.step
+        rank = self.rank
         preemption = self.preemption
         folder = rank_folder(root, rank)
         identity = step.identity(self.world_size)
@@ -155,24 +161,67 @@ class _Run:
             retry_errors=step.retry_errors,
             keep_answers=step.keep_answers,
             accept_changes=step.accept_changes,
-            mirror=open_mirror(step, folder, rank, identity, preemption),
-            old_answers=interruptible(partial(open_old, step, rank, identity)),
+            mirror=self._open_mirror(folder, identity),
+            old_answers=interruptible(partial(self._open_old, identity)),
             shutdown=preemption.shutdown,
         )
         numbers = RankNumbers(rank, step.checkpoints_root, folder)
         lease = manager.take()
         output = ChunkOutput(output_folder, lease, step.hub_pace)
-        self._process(data, rank, OpenCheckpoint(manager, lease, output), numbers, output)
+        self._process(data, OpenCheckpoint(manager, lease, output), numbers, output)
+
+    def _open_mirror(self, folder: Path, identity: RunIdentity) -> RemoteMirror | None:
+        """Returns what copies a rank's folder from now on; None without a mirror.
+
+        Raises:
+            CheckpointMismatch: the mirror holds ranks of another run.
+        """
+        step = self.step
+        preemption = self.preemption
+        if (remote := step.checkpoints_remote_dir) is None:
+            return None
+        from datatrove_ckpt.mirror.job import join_mirrored_job
+        from datatrove_ckpt.mirror.mirror import RemoteMirror
+
+        root = step.checkpoints_root
+        job = None
+        if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
+            with preemption.interruptible():
+                job = join_mirrored_job(remote, root, self.rank, identity, step.accept_changes)
+        url = f"{remote}/{folder.relative_to(root)}"
+        return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)
+
+    def _open_old(self, identity: RunIdentity) -> RequestCache | None:
+        """Returns the answers of ``answers_from``; None without the setting. Dead letters have other numbers."""
+        step = self.step
+        if not step.answers_from or step.retry_dead_letters:
+            return None
+        return open_old_answers(expand_path("answers_from", step.answers_from), self.rank, identity)
+
+    def _open_source(self, documents: Iterable[Document], keep_as_read: bool) -> DocumentSource:
+        step = self.step
+        folder = None
+        revisions = None
+        finished = None
+        if step.checkpoints_local_dir is not None:
+            folder = step.checkpoints_root
+            revisions = Revisions(folder)
+        if step.finished_from:
+            rollouts = step.model.rollouts_per_document
+            finished = FinishedDocuments(step.finished_from, self.rank, step.metadata_key, rollouts, folder)
+        return DocumentSource(
+            documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, finished
+        )
 
     def _process(
         self,
         data: Iterable[Document],
-        rank: int,
         checkpoint: Checkpoint,
         numbers: RankNumbers,
         output: ChunkOutput | None = None,
     ) -> None:
         step = self.step
+        rank = self.rank
         preemption = self.preemption
         shutdown = preemption.shutdown
         completed = False
@@ -189,7 +238,7 @@ class _Run:
                 names = output.names
             else:
                 names = FileNames(step.output_writer, rank)
-            main = self._generate(data, rank, checkpoint, progress, names)
+            main = self._generate(data, checkpoint, progress, names)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
@@ -213,17 +262,18 @@ class _Run:
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
 
     def _lend(
-        self, servers: ServerHost, config: InferenceConfig, rank: int, progress: RankReporter
+        self, servers: ServerHost, config: InferenceConfig, progress: RankReporter
     ) -> AbstractAsyncContextManager[Served]:
         host = host_loop()
         order = 0 if host is None else host.order
         sender = Sender(self.preemption.shutdown, order, progress.server)
-        return servers.lend(config, [*self.step.models.values()], rank, sender, progress.of(config).waits)
+        return servers.lend(config, [*self.step.models.values()], self.rank, sender, progress.of(config).waits)
 
     async def _generate(
-        self, data: Iterable[Document], rank: int, checkpoint: Checkpoint, progress: RankReporter, names: FileNames
+        self, data: Iterable[Document], checkpoint: Checkpoint, progress: RankReporter, names: FileNames
     ) -> None:
         step = self.step
+        rank = self.rank
         preemption = self.preemption
         dead = checkpoint.resumed.finished.dead
         kept = step.checkpoints_local_dir is not None
@@ -235,7 +285,7 @@ class _Run:
             corrected = correction(step.rollout_fn)
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
         failures = Failures(*settings, kept, taken, corrected)
-        documents = open_source(step, data, failures.keep_as_read, rank if kept else None, open_finished(step, rank))
+        documents = self._open_source(data, failures.keep_as_read)
         shared_host = shared_servers()
         servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
         ends_well = False
@@ -246,7 +296,7 @@ class _Run:
                     rollout_fn=bind_shared(step.rollout_fn, shared),
                     configs=step.models,
                     checkpoint=checkpoint,
-                    connect=lambda config: self._lend(servers, config, rank, progress),
+                    connect=lambda config: self._lend(servers, config, progress),
                     observer=progress,
                     metadata_key=step.metadata_key,
                     failures=failures,
@@ -271,60 +321,10 @@ class _Run:
 
 
 def shared_servers() -> ServerHost | None:
-    """Returns the servers that this rank shares with others of its process."""
     host = host_loop()
     if host is not None and isinstance(host.servers, ServerHost):
         return host.servers
     return None
-
-
-def open_old(step: Step, rank: int, identity: RunIdentity) -> RequestCache | None:
-    """Returns the answers of ``answers_from``; None without the setting. Dead letters have other numbers."""
-    if not step.answers_from or step.retry_dead_letters:
-        return None
-    return open_old_answers(expand_path("answers_from", step.answers_from), rank, identity)
-
-
-def open_finished(step: Step, rank: int) -> FinishedDocuments | None:
-    """Returns what finds the rank's documents in the output of ``finished_from``; None without the setting."""
-    if not step.finished_from:
-        return None
-    if step.checkpoints_local_dir is not None:
-        folder = step.checkpoints_root
-    else:
-        folder = None
-    rollouts = step.model.rollouts_per_document
-    return FinishedDocuments(step.finished_from, rank, step.metadata_key, rollouts, folder)
-
-
-def open_source(
-    step: Step,
-    documents: Iterable[Document],
-    keep_as_read: bool,
-    rank: int | None,
-    finished: FinishedDocuments | None = None,
-) -> DocumentSource:
-    """A rank's documents.
-
-    Args:
-        rank: None: there is no checkpoint.
-    """
-    if rank is None:
-        revisions = None
-    else:
-        revisions = Revisions(step.checkpoints_root)
-    return DocumentSource(
-        documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, finished
-    )
-
-
-def check_output_of_rank(writer: DiskWriter, documents: Iterable[Document], world_size: int) -> None:
-    """
-    Raises:
-        ConfigError: several tasks would write one file, or the next start would read the output as input.
-    """
-    check_rank_in_template(writer, world_size)
-    refuse_own_output((step for step, _, _ in steps_before(documents)), writer)
 
 
 def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
@@ -359,7 +359,6 @@ class RankMessages:
     retrying: bool = False
 
     def started(self) -> None:
-        """Warns of missing locks, and says what is resumed."""
         if not self.checkpoint.has_locks:
             logger.warning(
                 f"{self.folder} has no working file locks: do not start a second process for rank {self.rank}. A "
@@ -376,7 +375,6 @@ class RankMessages:
             logger.info(f"Resuming: {done} done ({written} in output files), {answers}.")
 
     def stopped(self, shutdown: Shutdown) -> None:
-        """A stop was requested."""
         if self.checkpoint.error is not None:
             logger.error(f"Rank {self.rank}: a part of its work could not be saved: {self.checkpoint.error}")
         if self.folder is None:
@@ -396,7 +394,6 @@ class RankMessages:
         logger.warning(f"Rank {self.rank}: interrupted by {shutdown.cause}{saved}")
 
     def done(self, where: str) -> None:
-        """All documents are in the output folder, which is named."""
         counts = self.checkpoint.counts
         if not counts.read:
             logger.success(f"Rank {self.rank}: there are no documents in its input.{self.progress.skipped}")
@@ -411,7 +408,6 @@ class RankMessages:
         )
 
     def _again(self, dead: int) -> str:
-        """What the same command would do."""
         if self.folder is None:
             return "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
         if self.retrying and dead:
@@ -473,24 +469,3 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
             f"while no task runs (mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same "
             "command again.",
         ) from error
-
-
-def open_mirror(
-    step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
-) -> RemoteMirror | None:
-    """Returns what copies a rank's folder from now on; None without a mirror.
-
-    Raises:
-        CheckpointMismatch: the mirror holds ranks of another run.
-    """
-    if (remote := step.checkpoints_remote_dir) is None:
-        return None
-    from datatrove_ckpt.mirror.job import join_mirrored_job
-    from datatrove_ckpt.mirror.mirror import RemoteMirror
-
-    job = None
-    if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
-        with preemption.interruptible():
-            job = join_mirrored_job(remote, step.checkpoints_root, rank, identity, step.accept_changes)
-    url = f"{remote}/{folder.relative_to(step.checkpoints_root)}"
-    return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)

@@ -181,7 +181,6 @@ class Step(PipelineStep):
         return Nodes.from_environment().count == 1 and all(one.reuse_servers for one in self.models.values())
 
     def identity(self, world_size: int) -> RunIdentity:
-        """What makes two runs the same run, for ``check_job`` and the checkpoint."""
         chunk = self.records_per_chunk
         key = self.metadata_key
         return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size)

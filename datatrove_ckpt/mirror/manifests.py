@@ -113,7 +113,6 @@ class Manifest:
         run: the content of ``run.json``.
         files: the parts of each other file, in order.
         answers: parts that hold rows of the request cache, as lines of JSON.
-        finished: whether every document of the input is committed.
         when: the time of the upload, in ISO 8601.
     """
 
@@ -260,7 +259,6 @@ class Versions:
         self._store.put(ownership.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
 
     def owner_text(self, ownership: Ownership) -> str:
-        """Returns the owner's host and process id, for an error message."""
         content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
         return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
@@ -298,11 +296,9 @@ class Versions:
         self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
     def remove(self, name: str) -> None:
-        """Removes a version, an ownership or an object, by its name below the rank's folder."""
         self._store.remove(name)
 
     def put_object(self, name: str, data: bytes) -> Part:
-        """Writes a new object and its second copy."""
         self._store.put(f"objects/{name}", data)
         self._store.copy(f"objects/{name}", f"copies/{name}", data)
         if self._seal.is_on:

@@ -68,10 +68,9 @@ class RemoteMirror:
     """A ``Mirror`` of one rank.
 
     Args:
-        url: URL of the rank's folder on the remote.
-        folder: the rank's local folder.
-        seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads and
-            chooses a time between 5 and 600 seconds, so that uploading takes up to 5 % of the time.
+        url: of the rank's folder on the remote.
+        seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads, so
+            that uploading takes up to 5 % of the time.
         job: the ``job.json`` that the mirror lacks. It goes up first.
     """
 

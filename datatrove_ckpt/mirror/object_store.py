@@ -33,8 +33,6 @@ from datatrove_ckpt.errors import ConfigError
 
 
 class Effects:
-    """The operations that change the remote."""
-
     def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
         if _is_hub(fs):  # ``pipe_file`` would leave a copy in the temporary folder if it fails
             _put_on_hub(fs, path, data)
@@ -133,7 +131,6 @@ class ObjectStore:
             effects.put_file(self._fs, self._path(name), file)
 
     def get_file(self, name: str) -> Iterator[bytes]:
-        """Yields the object's content in blocks."""
         with file_system_call(), self._fs.open(self._path(name), "rb", **self._streamed) as file:
             while block := file.read(_BLOCK):
                 yield block
@@ -147,7 +144,6 @@ class ObjectStore:
             effects.copy(self._fs, self._path(name), self._path(to))
 
     def remove(self, name: str) -> None:
-        """Removes an object, if it is there."""
         with suppress(FileNotFoundError), file_system_call():
             effects.delete(self._fs, self._path(name))
 
@@ -201,14 +197,12 @@ class ObjectStore:
         return {str(entry["name"]).rpartition("/")[2]: _written_at(entry) for entry in entries}
 
     def below(self, folder: str) -> list[str]:
-        """Returns the names of all objects in the folder and in those below it."""
         with file_system_call():
             self._fs.invalidate_cache()
             found = self._fs.find(self._path(folder))
         return [str(path).removeprefix(f"{self._root}/") for path in found]
 
     def remove_below(self, folder: str) -> None:
-        """Removes all objects in the folder and in those below it, and on a disk the folders."""
         for name in self.below(folder):
             self.remove(name)
         if self._is_local:

@@ -107,7 +107,7 @@ class MirrorReader:
 
 
 def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
-    """Returns the error for a mirror that cannot be read. ``advice``: more of it, with a space before it."""
+    """``advice``: more of the message, with a space before it."""
     return StorageFailed(
         f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, credentials) and run the same "
         f"command again.{advice}"
@@ -115,7 +115,6 @@ def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
 
 
 def rank_names(store: ObjectStore) -> Iterator[str]:
-    """Yields the folders of all ranks, such as "00000" or "retry-00001/00000"."""
     for name in store.names():
         if layout.is_rank(name):
             yield name

@@ -81,10 +81,6 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
 def restore(url: str, folder: Path) -> None:
     """Restores a rank's folder from its mirror, if the mirror holds what the folder does not.
 
-    Args:
-        url: URL of the rank's folder on the remote.
-        folder: the rank's local folder.
-
     Raises:
         StorageFailed: there is no folder, and the mirror cannot be read.
         CheckpointCorrupt: no version is complete.

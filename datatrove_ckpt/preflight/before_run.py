@@ -56,10 +56,8 @@ from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers.inputs import check_reachable, list_input
 from datatrove_ckpt.runner import InferenceRunner
 
-# ``check_job``: what is compared before any task of a job starts.
-#
-# datatrove skips every task that has a completion marker in ``logging_dir``, so a finished task never looks at its own
-# checkpoint again. Whoever runs an executor calls ``check_job`` first, which looks at finished tasks as well.
+# What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a completion marker in
+# ``logging_dir``, so a finished task never looks at its own checkpoint again.
 #
 #     marker   checkpoint of the rank      what happens
 #     any      of another run              refused, see ``checkpoint/job.py``
@@ -100,7 +98,7 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
             _check_tasks(plan)
             continue
         root = runner.root or Path(runner.step.checkpoints_local_dir)
-        wrong += _check_runner(plan, runner, root, dry_run)
+        wrong += _check_runner(runner, root, dry_run)
     return wrong
 
 
@@ -176,7 +174,8 @@ def _check_tasks(plan: RunPlan) -> None:
         )
 
 
-def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
+def _check_runner(runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
+    plan = runner.plan
     use(runner.step.door)
     skipped = _skipped(plan)
     mirror = runner.step.checkpoints_remote_dir
@@ -194,7 +193,7 @@ def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) 
         elif mirror:
             with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
                 list(pool.map(partial(restore_rank, mirror, folder, retries=False), missing))
-        wrong = _find_wrong(plan, runner, root, folder, skipped)
+        wrong = _find_wrong(runner, root, folder, skipped)
     for rank, text in wrong.items():
         if not dry_run:
             logger.warning(f"{text} The marker is removed, so the task runs again.")
@@ -202,7 +201,7 @@ def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) 
     return list(wrong.values())
 
 
-def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]) -> dict[int, str]:
+def _find_wrong(runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]) -> dict[int, str]:
     """Compares one step. Returns what is wrong with markers that are to be removed, by rank.
 
     Args:
@@ -210,6 +209,7 @@ def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, ski
         folder: where the checkpoints are read: ``root``, or what was restored from the mirror.
         skipped: the ranks that have a marker.
     """
+    plan = runner.plan
     step = runner.step
     identity = runner.identity
     ranks = plan.local_ranks
@@ -295,22 +295,21 @@ def check_before_run(executor: PipelineExecutor) -> None:
     _check_inputs(plan)
     _check_launch(plan)
     with ExitStack() as stack:
-        for step, root in plan.kept:
-            stack.enter_context(naming_mirror(step, root))
+        for runner, root in plan.kept:
+            stack.enter_context(naming_mirror(runner.step, root))
         check_job(plan)
         check_inputs_unchanged(plan)
         _check_hub(plan)
         check_output(plan, before=True)
-    for runner in plan.runners:
-        if runner.root is not None:
-            note_output(runner.root, runner.step.output_writer.output_folder.resolve_paths(""))
     note_steps(plan)
-    for step, root in plan.kept:
-        if step.checkpoints_remote_dir is not None and root.is_dir():
+    for runner, root in plan.kept:
+        note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))
+        mirror = runner.step.checkpoints_remote_dir
+        if mirror is not None and root.is_dir():
             from datatrove_ckpt.mirror.changing import upload_finished_ranks
 
             # No rank will do it itself, because datatrove does not start those that are complete.
-            upload_finished_ranks(step.checkpoints_remote_dir, root)
+            upload_finished_ranks(mirror, root)
 
 
 def check_before_worker(executor: PipelineExecutor) -> None:
@@ -519,9 +518,8 @@ def check_output(
         CkptError: see ``check_output_of_run``.
     """
     found = {}
-    for runner in plan.runners:
-        root = runner.root
-        if root is not None and runner.index not in without:
+    for runner, root in plan.kept:
+        if runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here; of jobs all can.
             here = plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None)
             ranks: Iterable[int] = ()
@@ -535,10 +533,6 @@ def check_output(
 
 
 # output of all ranks --------------------------------------------------------------------------------------------------
-
-# Compares the output folder with the checkpoints of all ranks, before a job starts and after it has ended.
-#
-# datatrove skips ranks that are complete, so they do not look at their own files again. A rank that runs does.
 
 
 def check_output_of_run(

@@ -5,12 +5,9 @@ All of that happens in a probe folder, so no rank's folder, lock or database is 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
@@ -31,10 +28,6 @@ from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
-
-# A probe writes to a hidden folder (or a hidden object) of its own, never to a rank's folder, and removes it at the
-# end, also after an error. A run may be active meanwhile.
-
 
 PROBE = ".datatrove-ckpt-probe-"
 
@@ -157,7 +150,6 @@ T = TypeVar("T")
 
 _LEAST_FREE = 1 << 26  # bytes, for one chunk
 _ON_ONE_NODE = "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
-_LOCK_SECONDS = 30.0
 _GRACE_SECONDS = 5.0
 
 
@@ -181,7 +173,6 @@ class Finding:
 
 
 def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
-    """Yields what a check finds, about its subject. A check that fails is a problem."""
     try:
         for found in check:
             yield replace(found, subject=found.subject or subject)
@@ -287,7 +278,6 @@ def check_room(folder: Path, files: int) -> Finding:
 
 
 def _check_ranks(folder: Path) -> Iterator[Finding]:
-    """Rank folders of an earlier run that this user cannot write."""
     if not folder.is_dir():
         return
     ranks = [path for path in folder.glob("[0-9]*") if path.is_dir()]
@@ -304,47 +294,16 @@ def _check_ranks(folder: Path) -> Iterator[Finding]:
         yield Finding("problem", "earlier run", f"{text}continue as the user who created them.")
 
 
-_SECOND_PROCESS = """
-import fcntl, json, os, sys
-try:
-    fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    print(json.dumps("let in"))
-except OSError as error:
-    print(json.dumps("kept out" if isinstance(error, BlockingIOError) else str(error)))
-"""
-
-
-def _second_process(path: Path) -> str:
-    """Lets another process try to lock what this one holds: "let in", "kept out", or its error."""
-    argv = [sys.executable, "-I", "-c", _SECOND_PROCESS, str(path)]
-    try:
-        ended = subprocess.run(argv, capture_output=True, text=True, timeout=_LOCK_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_LOCK_SECONDS:.0f} s"
-    if ended.returncode == 0:
-        return str(json.loads(ended.stdout))
-    return ended.stderr.strip()[-200:]
-
-
 def _check_lock(probe: Path) -> Finding:
     lock = files.Lock(probe / LOCK)
-    try:
-        if lock.works:
-            found = _second_process(lock.path)
-        else:
-            found = "no locks"
-    finally:
-        lock.release()
-    if found == "kept out":
-        return Finding("ok", "locks", "a second process is kept out (tried on this machine only).")
-    if found == "no locks":
-        text = (
-            "the file system has no locks. Of two processes for one rank, the first notices the second only after that "
-            "has started: start no rank twice, or choose a folder with locks."
-        )
-        return Finding("warning", "locks", text)
-    text = f"a second process was not kept out ({found}). Choose a folder with working locks, or mount it with them."
-    return Finding("problem", "locks", text)
+    lock.release()
+    if lock.works:
+        return Finding("ok", "locks", "the file system has locks (tried on this machine only).")
+    text = (
+        "the file system has no locks. Of two processes for one rank, the first notices the second only after that "
+        "has started: start no rank twice, or choose a folder with locks."
+    )
+    return Finding("warning", "locks", text)
 
 
 def _check_sqlite(probe: Path) -> Finding:
@@ -448,8 +407,6 @@ _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of /proc/mounts."""
-
     point: Path
     kind: str
     source: str

@@ -108,7 +108,7 @@ def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]
 
 
 def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Finding]:
-    """Runs the checks of what one runner names. ``place``: stands before the subjects."""
+    """``place`` stands before the subjects."""
     plan = runner.plan
     step = runner.step
     remote = runner.step.checkpoints_remote_dir
@@ -184,7 +184,6 @@ def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
 
 
 def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
-    """Writes a document to memory, with an answer that is made up."""
     step = runner.step
     writer = runner.step.output_writer
     name = writer_name(writer)
@@ -205,7 +204,6 @@ def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
 
 
 def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding]:
-    """Compares a job whose output is on the hub with the hub's rules."""
     hub = HubFolder.of(step.output_writer.output_folder)
     if hub is not None and not hub.is_bucket:
         yield check_commits(plan.tasks, step.hub_pace)
@@ -225,14 +223,10 @@ def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
 
 # job checks -----------------------------------------------------------------------------------------------------------
 
-# Checks of what a job meets before its first request: endpoints, open files, what earlier runs have left.
-
-
 _SHOWN_MODELS = 5
 
 
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
-    """Asks each endpoint for its models, with the run's key."""
     try:
         answers = within(REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url)
     except CkptError as error:
@@ -265,7 +259,6 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
 
 
 def _check_open_files(requests: int, servers: int) -> Finding:
-    """Compares the need of one task with the hard limit of this machine."""
     needed = files_needed(requests, servers)
     allowed = limits()[1]
     if allowed < needed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shlex
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
@@ -184,25 +183,17 @@ def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
         advice = f"Set tasks to {len(names)}, or split the input into at least {tasks} files."
         return Finding("warning", "shares", f"{idle} of {tasks} tasks have no input: {text}. {advice}")
     if size is not None and size > _LARGE_BYTES:
-        text += f". Other machines could help if there were more files: {_how_to_split(names[0], size)}"
+        large = f"{names[0]!r} ({byte_size(size)})"
+        parts = f"{_PARTS} files of about {byte_size(size / _PARTS)}"
+        text += f". Other machines could help if there were more files: split {large} into {parts}"
     return Finding("ok", "shares", f"{text}.")
-
-
-def _how_to_split(name: str, size: int) -> str:
-    text = f"split {name!r} ({byte_size(size)}) into {_PARTS} files of about {byte_size(size / _PARTS)}"
-    stem, _, suffix = name.rpartition(".")
-    if suffix not in ("jsonl", "json", "ndjson"):
-        return text
-    command = shlex.join(["split", "-d", "-n", f"l/{_PARTS}", f"--additional-suffix=.{suffix}", name, f"{stem}-"])
-    return f"{text} ({command}), and move {name!r} away"
 
 
 # Whether finished ranks would read today what they have read.
 #
-# datatrove skips a finished rank, so a changed input would be noticed by nobody: the old output would stand for it. An
-# unfinished rank checks its input itself when it resumes (see ``readers/inputs.py``), and may see changes in what it
-# has not read yet. A finished rank that has lost its completion marker resumes, too, and reads new files; its own check
-# does not see that a file was replaced by one of the same size, so this is checked here.
+# datatrove skips a finished rank, so the old output would stand for a changed input. An unfinished rank checks its
+# input when it resumes (see ``readers/inputs.py``). A finished rank that has lost its completion marker resumes, too;
+# its own check does not notice a file that was replaced by one of the same size, so this is checked here.
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
@@ -241,10 +232,7 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
         OSError: the input cannot be listed.
     """
     compared = 0
-    for runner in plan.runners:
-        root = runner.root
-        if root is None:
-            continue
+    for runner, root in plan.kept:
         records = _records(plan, root)
         if not records:
             continue
@@ -271,7 +259,6 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
 
 
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
-    """What each finished rank has read, if a record tells."""
     # Another number of tasks is refused as such, and not for the files that each rank would get by it.
     if tasks_of(root) != plan.tasks:
         return []

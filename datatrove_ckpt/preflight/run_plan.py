@@ -117,10 +117,9 @@ class RunPlan:
         return [Path(step.data_folder.path).absolute() for step in self.pipeline if hasattr(step, "data_folder")]
 
     @property
-    def kept(self) -> list[tuple[InferenceRunner, Path]]:
-        """The runners whose checkpoints are on this machine, with their folders."""
-        roots = [(runner.step, runner.root) for runner in self.runners]
-        return [(step, root) for step, root in roots if root is not None]
+    def kept(self) -> list[tuple[RunnerPlan, Path]]:
+        roots = [(runner, runner.root) for runner in self.runners]
+        return [(runner, root) for runner, root in roots if root is not None]
 
     @property
     def retries(self) -> bool:
@@ -136,7 +135,6 @@ class RunPlan:
         return found
 
     def marker(self, rank: int) -> str:
-        """Returns the path of the file that marks a rank as complete."""
         return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
 
     def forget(self, rank: int) -> None:

@@ -206,8 +206,7 @@ _OF_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports|use
 OUTPUT_FOLDER = "output_folder"
 """In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the identity: files may
 be moved. Tasks that run at one time must agree about it."""
-# "reshards": an unreleased build has changed the number of tasks of the run, so its ranks read parts of files.
-_LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
+_LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})  # reshards: see ``refuse_resharded``
 
 
 class Change(NamedTuple):

@@ -58,6 +58,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
+    refuse_resharded,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
@@ -270,11 +271,13 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
 
     Raises:
         ConfigError: there is no rank, or this user may not list them.
+        CheckpointMismatch: see ``refuse_resharded``.
     """
     found = []
     try:
         if checkpoints.is_dir():
             names = sorted(path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None)
+            refuse_resharded(checkpoints)
             for root in ("", *names):
                 if (folder := checkpoints / root).is_dir():
                     found += [(root, number, rank_folder(folder, number)) for number in rank_numbers(folder)]

@@ -19,7 +19,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder
+from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharded
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -121,6 +121,7 @@ class _Run:
             without = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, self.preemption.shutdown)
             self._process(self.data, without, RankNumbers(rank))
             return
+        refuse_resharded(step.checkpoints_root)
         if step.retry_dead_letters:
             self._retry()
             return

@@ -14,7 +14,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, parse_run, refusal, stamped, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
-from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, is_journal, is_rank, rank_folder
+from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, is_journal, is_rank, rank_folder, refuse_resharded
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -36,11 +36,12 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         The ``job.json`` that the mirror lacks. The rank's mirror uploads it, because a remote may hang.
 
     Raises:
-        CheckpointMismatch: another rank belongs to another run.
+        CheckpointMismatch: another rank belongs to another run; or see ``refuse_resharded``.
         ConfigError: the bucket does not exist.
     """
     store = ObjectStore(url)
     try:
+        refuse_resharded(root, store.names())
         job = _read_job(store)
         if job and not compare(job, identity, with_output=True):
             return None
@@ -58,9 +59,13 @@ def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, only_tasks
     """Compares a job that is about to start with the ranks that only its mirror has. Changes nothing.
 
     Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
+
+    Raises:
+        CheckpointMismatch: see ``refuse_resharded``.
     """
     store = ObjectStore(url)
     try:
+        refuse_resharded(root, store.names())
         job = _read_job(store)
         if job and not compare(job, identity):
             return JobChanges()

@@ -29,6 +29,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
+    refuse_resharded,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
@@ -177,6 +178,7 @@ def _check_tasks(plan: RunPlan) -> None:
 def _check_runner(runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
     plan = runner.plan
     use(runner.step.door)
+    refuse_resharded(root)
     skipped = _skipped(plan)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
+from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     RankLedger,
 )
@@ -61,8 +61,6 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
-    if recent.last_at is None:
-        times += [at for name, at in written.items() if name != COMMITS]
     rank.last_word = max((at for at in times if at is not None), default=None)
     return rank
 

@@ -99,8 +99,6 @@ def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Itera
             time.add(one.history, now if one.runs else None)
     edges = time.edges.tolist()
     cuts = time.count(ended)
-    finished = [round(value) for value in (time.documents.cumsum() + time.before).tolist()]
-    yield Chart("Documents finished", edges, {"documents": finished}, cuts)
     yield Chart("Documents per second", edges, {"documents per second": time.rate(time.documents)}, cuts)
     tokens = {"prompt": time.rate(time.prompt_tokens), "completion": time.rate(time.completion_tokens)}
     yield Chart("Tokens per second", edges, tokens, cuts)

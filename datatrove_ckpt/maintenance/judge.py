@@ -121,7 +121,11 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
         return
     _measure(rank, recent, last)
     if last.silence.lasts:
-        rank.need_attention("stuck", _silenced(last))
+        # To the minute, so that the ranks that one outage has met have one reason.
+        since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
+        patience = f"{last.silence.patience:g} s (server_patience_seconds)"
+        reason = f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
+        rank.need_attention("stuck", reason)
     elif last.wait.quiet >= STUCK_SECONDS:
         rank.need_attention("stuck", _stuck(recent, last, now))
 
@@ -140,13 +144,6 @@ def _measure(rank: RankState, recent: History, last: Progress) -> None:
         if left >= rank.wait.quiet:
             rank.time_left = left
     rank.has_rate = seconds >= RATE_SECONDS - 1
-
-
-def _silenced(last: Progress) -> str:
-    """To the minute, so that the ranks that one outage has met have one reason."""
-    since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
-    patience = f"{last.silence.patience:g} s (server_patience_seconds)"
-    return f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
 
 
 def _stuck(recent: History, last: Progress, now: float) -> str:

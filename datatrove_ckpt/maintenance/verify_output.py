@@ -130,7 +130,7 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full:
         kind, text = wrong
         message = f"{file.path} {text}."
         if kind in REDO_KINDS:
-            message += report.redo_advice
+            message += f" To redo it: {report.repair_command}, then run again."
         report.add_problem(kind, message, chunk.rank, chunk.index, file.path)
     # On the hub, a footer costs requests, and the hash says as much.
     if full and is_right and report.hub is None:

@@ -93,6 +93,7 @@ class _Access:
 
     def ask(self) -> str:
         from huggingface_hub import constants, get_token
+        from huggingface_hub.errors import BucketNotFoundError
 
         folder = self._folder
         if constants.HF_HUB_OFFLINE:
@@ -103,17 +104,12 @@ class _Access:
                 f"{folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
             )
         if folder.is_bucket:
-            return self._check_bucket()
+            try:
+                folder.api().bucket_info(folder.repo)
+            except BucketNotFoundError:
+                return self._missing()
+            return f"{folder.url} exists. Whether the token may write to a bucket shows with the first file."
         return self._check_repository()
-
-    def _check_bucket(self) -> str:
-        from huggingface_hub.errors import BucketNotFoundError
-
-        try:
-            self._folder.api().bucket_info(self._folder.repo)
-        except BucketNotFoundError:
-            return self._missing()
-        return f"{self._folder.url} exists. Whether the token may write to a bucket shows with the first file."
 
     def _check_repository(self) -> str:
         from huggingface_hub import hf_raise_for_status

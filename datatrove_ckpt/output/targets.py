@@ -422,7 +422,7 @@ class HubTarget(Target):
         if not committed:  # a bucket has no commits
             return set()
         history = self._uploads.looked("cannot be listed", self._uploads.history)
-        return {name for name, seen in committed.items() if self._uploads.is_earlier(history, seen)}
+        return {name for name, seen in committed.items() if history.head in self._uploads.seen[:seen]}
 
 
 def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:

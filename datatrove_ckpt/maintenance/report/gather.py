@@ -36,10 +36,6 @@ class _Rank:
     history: History
 
     @property
-    def key(self) -> str:
-        return f"{self.state.root}/{self.state.rank}".lstrip("/")
-
-    @property
     def runs(self) -> bool:
         return self.state.state == "running"
 
@@ -53,7 +49,9 @@ def gather(run: RunState) -> Page:
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
     ranks = [_Rank(state, _history(state.folder / HISTORY, lines)) for state in states]
-    ended = [(one.key, attempt) for one in ranks for attempt in one.ended_early]
+    ended = [
+        (f"{one.state.root}/{one.state.rank}".lstrip("/"), attempt) for one in ranks for attempt in one.ended_early
+    ]
     state = _overall(run)
     requests = sum(sums.done.requests for sums in (run.totals, run.retried))
     tables = (_attempts(ended), _spreads([one.history for one in ranks], requests))

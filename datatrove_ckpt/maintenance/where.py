@@ -268,7 +268,8 @@ def _mirror_has_more(local: Path, remote: str) -> bool:
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
     """The step with a checkpoint: its index in the pipeline, and its init_args."""
-    steps = enumerate(map(_arguments, executor.get("pipeline") or ()))
+    pipeline = executor.get("pipeline")
+    steps = enumerate(map(_arguments, pipeline if isinstance(pipeline, list) else ()))
     found = {index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)}
     if not found:
         raise ConfigError(f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint.")

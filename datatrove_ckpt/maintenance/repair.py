@@ -73,11 +73,12 @@ def carry_out(plan: Plan, report: Report) -> None:
         if plan.markers:
             markers = [f"completions/{number:05d}" for number in plan.markers]
             remove_output(get_datafolder(str(plan.logging_dir)), markers)
-        for redo in plan.redo:
+        changed = [redo for redo in plan.redo if redo.before is None or redo.commits]
+        for redo in changed:
             _blank_letters(redo)
         names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
         remove_output(report.folder, [name for name in names if name not in keep])
-        for redo in plan.redo:
+        for redo in changed:
             _carry_out(redo)
 
 
@@ -91,8 +92,6 @@ def _letters_end(redo: Redo) -> int:
 
 
 def _blank_letters(redo: Redo) -> None:
-    if redo.before is not None and not redo.commits:
-        return
     # Letters after the last one to keep are cut off later, or, after a crash, by the next run.
     path = redo.rank.dead_letters_file
     end = _letters_end(redo)
@@ -103,8 +102,6 @@ def _blank_letters(redo: Redo) -> None:
 
 def _carry_out(redo: Redo) -> None:
     rank = redo.rank
-    if redo.before is not None and not redo.commits:
-        return
     letters_end = _letters_end(redo)
     if redo.before is None:
         # Files of lost commits are the rank's own, and nothing names them any more.

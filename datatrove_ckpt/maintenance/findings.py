@@ -89,10 +89,6 @@ class Report:
             self.problems.append(found)
 
     @property
-    def redo_advice(self) -> str:
-        return f" To redo it: {self.repair_command}, then run again."
-
-    @property
     def templates(self) -> list[str]:
         return sorted({str(rank.run["output_filename"]) for rank in self.ranks if "output_filename" in rank.run})
 

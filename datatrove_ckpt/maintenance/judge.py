@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, RUN
+from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     RankLedger,
 )
@@ -61,8 +61,6 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
-    if recent.last_at is None:
-        times += [at for name, at in written.items() if name != COMMITS]
     rank.last_word = max((at for at in times if at is not None), default=None)
     return rank
 
@@ -123,7 +121,11 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
         return
     _measure(rank, recent, last)
     if last.silence.lasts:
-        rank.need_attention("stuck", _silenced(last))
+        # To the minute, so that the ranks that one outage has met have one reason.
+        since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
+        patience = f"{last.silence.patience:g} s (server_patience_seconds)"
+        reason = f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
+        rank.need_attention("stuck", reason)
     elif last.wait.quiet >= STUCK_SECONDS:
         rank.need_attention("stuck", _stuck(recent, last, now))
 
@@ -142,13 +144,6 @@ def _measure(rank: RankState, recent: History, last: Progress) -> None:
         if left >= rank.wait.quiet:
             rank.time_left = left
     rank.has_rate = seconds >= RATE_SECONDS - 1
-
-
-def _silenced(last: Progress) -> str:
-    """To the minute, so that the ranks that one outage has met have one reason."""
-    since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
-    patience = f"{last.silence.patience:g} s (server_patience_seconds)"
-    return f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
 
 
 def _stuck(recent: History, last: Progress, now: float) -> str:

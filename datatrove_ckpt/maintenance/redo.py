@@ -46,5 +46,3 @@ class Redo:
             yield f"{name_place(*key, commit.chunk_index)}: {what}"
         if self.lost:
             yield f"{place}: mark as not done the chunks {ranges(self.lost)}"
-        if self.rank.run.get("accepted_changes"):
-            yield f"{place}: its settings were changed (accept_changes); the new ones will be used"

@@ -22,7 +22,7 @@ change that must agree. The lock file stays: it marks the rank as unfinished.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -31,7 +31,7 @@ from pathlib import Path
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.commits import Commit, count_unbroken, read_commits
+from datatrove_ckpt.checkpoint.commits import count_unbroken, read_commits
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
 from datatrove_ckpt.checkpoint.ledger import RankLedger
@@ -42,7 +42,7 @@ from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
 from datatrove_ckpt.maintenance.redo import Redo
 from datatrove_ckpt.maintenance.repair_plan import Plan, recorded_output_of
 from datatrove_ckpt.maintenance.verify_output import is_owned
-from datatrove_ckpt.output.removal import remove_file, remove_output
+from datatrove_ckpt.output.removal import remove_output
 
 _BLOCK = 1 << 20
 
@@ -66,33 +66,23 @@ def carry_out(plan: Plan, report: Report) -> None:
             # From here on an old process on a lost node writes nothing. ``take`` also syncs the lock file.
             _claim(rank).take()
         for redo in plan.redo:
-            _check_unchanged(redo)
-        for number in plan.markers:
-            _remove_marker(str(plan.logging_dir), number)
-        for redo in plan.redo:
+            path = redo.rank.commits_file
+            if redo.before is not None and redo.before != read_commits(path):
+                raise CheckpointMismatch(f"{path} was changed by a run while its output was verified. Repair again.")
+        if plan.markers:
+            markers = [f"completions/{number:05d}" for number in plan.markers]
+            remove_output(get_datafolder(str(plan.logging_dir)), markers)
+        changed = [redo for redo in plan.redo if redo.before is None or redo.commits]
+        for redo in changed:
             _blank_letters(redo)
         names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
         remove_output(report.folder, [name for name in names if name not in keep])
-        for redo in plan.redo:
+        for redo in changed:
             _carry_out(redo)
 
 
 def _claim(rank: RankLedger) -> RunClaim:
     return RunClaim(rank.folder, RunIdentity(rank.settings))
-
-
-def _check_unchanged(redo: Redo) -> None:
-    path = redo.rank.commits_file
-    if redo.before is not None and redo.before != read_commits(path):
-        raise CheckpointMismatch(f"{path} was changed by a run while its output was verified. Repair again.")
-
-
-def _remove_marker(logging_dir: str, number: int) -> None:
-    folder = get_datafolder(logging_dir)
-    name = f"completions/{number:05d}"
-    remove_file(folder, name)
-    if folder.is_local():
-        files.disk.sync_dir(Path(folder.resolve_paths(name)).parent)
 
 
 def _letters_end(redo: Redo) -> int:
@@ -101,8 +91,6 @@ def _letters_end(redo: Redo) -> int:
 
 
 def _blank_letters(redo: Redo) -> None:
-    if redo.before is not None and not redo.commits:
-        return
     # Letters after the last one to keep are cut off later, or, after a crash, by the next run.
     path = redo.rank.dead_letters_file
     end = _letters_end(redo)
@@ -113,8 +101,6 @@ def _blank_letters(redo: Redo) -> None:
 
 def _carry_out(redo: Redo) -> None:
     rank = redo.rank
-    if redo.before is not None and not redo.commits:
-        return
     letters_end = _letters_end(redo)
     if redo.before is None:
         # Files of lost commits are the rank's own, and nothing names them any more.
@@ -125,7 +111,7 @@ def _carry_out(redo: Redo) -> None:
     if redo.before is None:
         _keep_damaged_log(rank.commits_file)
     kept = [replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end)) for commit in redo.kept]
-    replace_commits(rank, kept)
+    files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept))
     if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
         files.disk.truncate(rank.dead_letters_file, letters_end)
 
@@ -142,11 +128,6 @@ def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
                     block[first:last] = b" " * (last - first)
             yield bytes(block)
             at += len(block)
-
-
-def replace_commits(rank: RankLedger, commits: Iterable[Commit]) -> None:
-    """Survives power loss."""
-    files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in commits))
 
 
 def _keep_damaged_log(path: Path) -> None:

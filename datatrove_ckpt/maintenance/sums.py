@@ -97,11 +97,6 @@ def _average(totals: Totals) -> Rates:
     return average
 
 
-def _input_per_document(ranks: list[RankState]) -> float:
-    known = [rank for rank in ranks if rank.position.total is not None]
-    return sum(rank.position.done for rank in known) / max(1, sum(rank.documents for rank in known))
-
-
 def _add_input(totals: Totals, ranks: list[RankState]) -> None:
     """Ranks whose input is not known yet are taken to have as much as the others, on average."""
     known = [rank for rank in ranks if rank.position.total is not None]
@@ -113,7 +108,8 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
     others = len(ranks) - len(known) + totals.not_started
     if others:
         begun = sum(rank.documents for rank in ranks if rank.position.total is None)
-        done += min(round(begun * _input_per_document(ranks)), total * others // len(known))
+        per_document = done / max(1, sum(rank.documents for rank in known))
+        done += min(round(begun * per_document), total * others // len(known))
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())

@@ -59,10 +59,12 @@ def status_of(run: RunState) -> str:
 
 @dataclass(frozen=True)
 class TrackedJob:
-    """Attributes:
-    id: the same in all attempts of the job, wherever it is read.
-    started: Unix seconds.
-    parameters: the run's identity, without secrets as run.json has it.
+    """A job, as services know it.
+
+    Attributes:
+        id: the same in all attempts of the job, wherever it is read.
+        started: Unix seconds.
+        parameters: the run's identity, without secrets as run.json has it.
     """
 
     id: str
@@ -109,8 +111,8 @@ class MlflowRun:
         self._started = job.started
         self._client.update_run(self._id, "RUNNING")
         # MLflow's parameters cannot change: they stay as they were at first.
-        known = run.data.params
-        new = [Param(name, value[:_MAX_VALUE]) for name, value in job.parameters.items() if name not in known]
+        logged = run.data.params
+        new = [Param(name, value[:_MAX_VALUE]) for name, value in job.parameters.items() if name not in logged]
         for start in range(0, len(new), _AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
 

@@ -1,26 +1,7 @@
 """Compares the output files with the commits of all ranks. Only reads, and works during a run.
 
-The kinds of problems:
-
-    missing, truncated, grown   an output file does not exist, or is smaller or larger than its commit says
-    altered                     its content differs: on the hub by the listed hash, elsewhere by xxh128 (files with the
-                                committed size and stamp are read with ``full`` only)
-    columns                     (full) a Parquet file does not load with the first one of its folder, or as text
-    documents                   (full) the files of a chunk hold more or fewer documents than were committed
-    duplicate                   several commits name one file
-    foreign                     no commit names a file in the output folder
-    lost                        no commit covers these documents, though the rank is finished or later chunks follow
-    overlap                     two commits cover these documents
-    dead_letters                dead_letters.jsonl holds more or fewer letters than the commits counted
-    commits                     commits are lost or damaged; what else the rank has is not checked
-    corrupt                     another file of the checkpoint is damaged
-    identity, rank              ranks were run with different settings; a rank is missing, or there is one too many
-    owner                       the output folder belongs to another run; it is not looked at
-    output                      the output folder, or a file in it, cannot be read
-
-``repair`` redoes the chunks with problems of the first two lines, and rebuilds ``commits``.
-
-Commits are read before the output folder is listed, so a chunk that a run finishes in between never counts as missing.
+docs/cli.md has the kinds of problems. Commits are read before the output folder is listed, so a chunk that a run
+finishes in between never counts as missing.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full:
         kind, text = wrong
         message = f"{file.path} {text}."
         if kind in REDO_KINDS:
-            message += report.redo_advice
+            message += f" To redo it: {report.repair_command}, then run again."
         report.add_problem(kind, message, chunk.rank, chunk.index, file.path)
     # On the hub, a footer costs requests, and the hash says as much.
     if full and is_right and report.hub is None:
@@ -155,25 +155,25 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
 
 
 def _check_documents(report: Report, chunk: CommittedChunk) -> None:
-    numbers = [_count_documents(report.folder, file.path) for file in chunk.files if chunk.documents is not None]
-    if chunk.documents is None or None in numbers:
+    found = None
+    if chunk.documents is not None:
+        with suppress(ImportError, ValueError, OSError, EOFError):
+            found = sum(_count_documents(report.folder, file.path) for file in chunk.files)
+    if found is None:
         report.uncounted.add(str(chunk.rank.run.get("output_writer")))
-        return
-    found = sum(number or 0 for number in numbers)
-    if found != chunk.documents:
+    elif found != chunk.documents:
         message = f"its output files hold {found} documents instead of the {chunk.documents} that were committed."
         report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
 
 
-def _count_documents(folder: DataFolder, path: str) -> int | None:
-    """None: the file's format is unknown."""
-    with suppress(ImportError, ValueError, OSError, EOFError):
-        known = format_of_file(path)
-        if known is not None:
-            compression = None if known.is_compressed else "infer"
-            with folder.open(path, "rb", compression=compression) as file:
-                return known.count(file)
-    return None
+def _count_documents(folder: DataFolder, path: str) -> int:
+    """Raises ValueError if the file's format is unknown."""
+    known = format_of_file(path)
+    if known is None:
+        raise ValueError(path)
+    compression = None if known.is_compressed else "infer"
+    with folder.open(path, "rb", compression=compression) as file:
+        return known.count(file)
 
 
 class _Uncommitted:

@@ -205,16 +205,23 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
 
 def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
     executor = _arguments(config.get("executor"))
+    index, step = _kept_step(path, executor)
     tasks = executor.get("tasks")
-    logging_dir = executor.get("logging_dir")
+    logging_dir = _text(executor.get("logging_dir"))
+    output = _text(_arguments(step.get("output_writer")).get("output_folder"))
     runs_as_jobs = _runs_as_jobs(config)
-    local, remote = _folders(path, executor, default_mirror(str(logging_dir)) if runs_as_jobs else None)
-    output = _arguments(runner_arguments(config).get("output_writer")).get("output_folder")
-    place = Place(str(local), local or Path(), [path], tasks=1, config=config)
+    remote = _text(step.get("checkpoints_remote_dir"))
+    if remote is None and runs_as_jobs:
+        remote = default_mirror(str(logging_dir))
+    local = None
+    try:
+        local = expand_path(f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"])
+    except ConfigError:  # it cannot be known on this node
+        if remote is None:
+            raise
+    place = Place(str(local), local or Path(), [path], tasks=1, logging_dir=logging_dir, output=output, config=config)
     if isinstance(tasks, int) and is_count(tasks):
         place.tasks = tasks
-    place.logging_dir = _text(logging_dir)
-    place.output = _text(output)
     if runs_as_jobs or local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
@@ -259,39 +266,17 @@ def _mirror_has_more(local: Path, remote: str) -> bool:
         raise
 
 
-def _folders(path: str, executor: JsonObject, default: str | None) -> tuple[Path | None, str | None]:
-    """checkpoints_local_dir, None if it cannot be known on this node; and the mirror."""
-    found = _kept_steps(executor)
+def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
+    """The step with a checkpoint: its index in the pipeline, and its init_args."""
+    pipeline = executor.get("pipeline")
+    steps = enumerate(map(_arguments, pipeline if isinstance(pipeline, list) else ()))
+    found = {index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)}
     if not found:
         raise ConfigError(f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint.")
     if len(found) > 1:
         several = ", ".join(f"pipeline[{index}]: {step['checkpoints_local_dir']}" for index, step in found.items())
         raise ConfigError(f"{path}: several steps keep a checkpoint. Give the folder of one of them: {several}.")
-    ((index, step),) = found.items()
-    remote = _text(step.get("checkpoints_remote_dir")) or default
-    try:
-        return expand_path(f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"]), remote
-    except ConfigError:
-        if remote is None:
-            raise
-        return None, remote
-
-
-def runner_arguments(config: JsonObject) -> JsonObject:
-    """The init_args of the step with a checkpoint; empty if there is none, or several."""
-    found = [*_kept_steps(_arguments(config.get("executor"))).values()]
-    if len(found) != 1:
-        return {}
-    return found[0]
-
-
-def _kept_steps(executor: JsonObject) -> dict[int, JsonObject]:
-    """The init_args of the steps with a checkpoint, by their index in the pipeline."""
-    pipeline = executor.get("pipeline")
-    if not isinstance(pipeline, list):
-        return {}
-    steps = enumerate(map(_arguments, pipeline))
-    return {index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)}
+    return found.popitem()
 
 
 def _arguments(node: object) -> JsonObject:

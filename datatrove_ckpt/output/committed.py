@@ -243,7 +243,10 @@ class OutputCheck:
         found = list_output(self.writer, committed, rank, others)
         if contents:
             for name in found.touched:
-                if self._committed_hash(committed[name]) != self._hash(name):
+                one = committed[name]
+                commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[one.chunk_index]
+                kept = next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
+                if kept != self._hash(name):
                     found.altered.add(name)
         checkpoint = None
         if self.root.is_relative_to(self.where):
@@ -267,10 +270,6 @@ class OutputCheck:
         except FileNotFoundError:
             return ""
 
-    def _committed_hash(self, one: CommittedFile) -> str:
-        commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[one.chunk_index]
-        return next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
-
     # what is refused -------------------------------------------------------------------------------------------------
 
     def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
@@ -280,9 +279,12 @@ class OutputCheck:
             return
         self._refuse_other_folder(wrong[0])
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong]
+        moved = ""
+        if not found.sizes:
+            moved = f"The folder is empty: was it moved? Set {written.output_folder} to its new place. "
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
-            f"{some(shown)}. {_was_moved(found)}Put them back, or have them made again: ",
+            f"{some(shown)}. {moved}Put them back, or have them made again: ",
             self._repair(found, wrong),
             ". Files that nobody touched were not read: "
             f"datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that.",
@@ -392,12 +394,6 @@ class OutputCheck:
         if not found.sizes:
             output = self.where  # the folder may be gone, and then repair wants it named
         return Repair(str(self.root), self._logging_dir, output, retry)
-
-
-def _was_moved(found: FoundFiles) -> str:
-    if found.sizes:
-        return ""
-    return f"The folder is empty: was it moved? Set {written.output_folder} to its new place, or move it back. "
 
 
 def some(names: Sequence[str], most: int = _SHOWN) -> str:

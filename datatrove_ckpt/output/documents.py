@@ -325,10 +325,6 @@ def _scalar(value: np.generic) -> list[object]:
     return [value.dtype.str, base64.b64encode(value.tobytes()).decode()]
 
 
-def _from_array(value: tuple[str, list[int], str]) -> _Array:
-    return _view(value).copy()
-
-
 def _view(value: tuple[str, list[int], str]) -> _Array:
     """The array, read only."""
     dtype, shape, data = value
@@ -370,7 +366,7 @@ def field_names(kind: type[_Dataclass]) -> tuple[str, ...]:
 _TYPES: list[tuple[str, type, _Convert, _Convert]] = [
     ("result", InferenceResult, _fields, result_of),
     ("media", Media, _fields, lambda value: Media(**value)),
-    ("array", np.ndarray, _array, _from_array),
+    ("array", np.ndarray, _array, lambda value: _view(value).copy()),
     ("scalar", np.generic, _scalar, _from_scalar),
     ("datetime", datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     ("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterable, Iterator
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, TypeAlias
 
 import numpy as np
 import orjson
@@ -16,6 +16,8 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.output.arrow_types import DataType, Row
 from datatrove_ckpt.output.names import writer_name
+
+Rows: TypeAlias = Iterator[tuple[Row | None, bytes]]
 
 _BLOCK = 1 << 20  # bytes
 
@@ -44,7 +46,7 @@ class Format:
         """How many rows a file has. ``file``: decompressed, unless ``is_compressed``."""
         raise NotImplementedError
 
-    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Iterator[tuple[Row | None, bytes]]:
+    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Rows:
         """Yields each row with its line; None for a torn line. The line is empty if the format has no lines.
 
         Args:
@@ -60,7 +62,7 @@ class Jsonl(Format):
     def count(self, file: IO[bytes]) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
-    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Iterator[tuple[Row | None, bytes]]:
+    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Rows:
         # zstandard's stream gives blocks only. Others give all lines before some damage.
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
@@ -83,7 +85,7 @@ class Parquet(Format):
 
         return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
 
-    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Iterator[tuple[Row | None, bytes]]:
+    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Rows:
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(file) as parquet:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import posixpath
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
@@ -183,25 +184,21 @@ class HubFolder:
         """Lists all files below the folder, by their names in it; none if it does not exist. Raises OSError."""
         from huggingface_hub.errors import EntryNotFoundError
 
+        start = f"{self.path}/" if self.path else ""
+        entries: Iterable[Any]  # RepoFile, RepoFolder, BucketFile, BucketFolder
         try:
-            return dict(self._listed())
+            if self.is_bucket:
+                entries = self.api().list_bucket_tree(self.repo, prefix=self.path or None, recursive=True)
+            else:
+                entries = self.api().list_repo_tree(
+                    self.repo, self.path or None, recursive=True, revision=self.revision, repo_type=self.kind
+                )
+            files = [entry for entry in entries if hasattr(entry, "size") and entry.path.startswith(start)]
         except EntryNotFoundError as error:  # a folder appears with its first file
             if http_status(error) not in (404, None):
                 raise
             return {}
-
-    def _listed(self) -> Iterator[tuple[str, HubFile]]:
-        start = f"{self.path}/" if self.path else ""
-        entries: Iterable[Any]
-        if self.is_bucket:
-            entries = self.api().list_bucket_tree(self.repo, prefix=self.path or None, recursive=True)
-        else:
-            entries = self.api().list_repo_tree(
-                self.repo, self.path or None, recursive=True, revision=self.revision, repo_type=self.kind
-            )
-        for entry in entries:
-            if hasattr(entry, "size") and entry.path.startswith(start):  # a file
-                yield entry.path.removeprefix(start), _hub_file(entry)
+        return {file.path.removeprefix(start): _hub_file(file) for file in files}
 
     def commit(
         self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, head: str | None = None
@@ -250,7 +247,10 @@ class HubFolder:
         while url is not None:
             response = get(url)
             hf_raise_for_status(response)
-            now = _date(response.headers.get("Date")).timestamp()
+            now = time.time()
+            date = response.headers.get("Date")
+            if date:  # the clock of this machine may be wrong
+                now = parsedate_to_datetime(date).timestamp()
             for item in response.json():
                 if item["id"] in places:
                     return History(now, (*made, *known.made[places[item["id"]] :]))
@@ -265,15 +265,16 @@ class HubFolder:
         found: dict[str, HubFile] = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
             wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
-            for entry in self._looked_up(list(wanted), revision):
+            entries: Iterable[Any]
+            if self.is_bucket:
+                entries = self.api().get_bucket_paths_info(self.repo, list(wanted))
+            else:
+                revision = revision or self.revision
+                entries = self.api().get_paths_info(self.repo, list(wanted), revision=revision, repo_type=self.kind)
+            for entry in entries:
                 if hasattr(entry, "size") and entry.path in wanted:  # a file
                     found[wanted[entry.path]] = _hub_file(entry)
         return found
-
-    def _looked_up(self, paths: list[str], revision: str | None) -> Iterable[Any]:  # RepoFile, BucketFile
-        if self.is_bucket:
-            return self.api().get_bucket_paths_info(self.repo, paths)
-        return self.api().get_paths_info(self.repo, paths, revision=revision or self.revision, repo_type=self.kind)
 
 
 def get(url: str) -> Any:
@@ -283,16 +284,6 @@ def get(url: str) -> Any:
 
     headers = build_hf_headers(library_name="datatrove-ckpt")
     return get_session().get(url, headers=headers, timeout=_READ_SECONDS)
-
-
-def _date(header: str | None) -> datetime:
-    """The hub's own time: the clock of this machine may be wrong."""
-    if not header:
-        return datetime.now(UTC)
-    found = parsedate_to_datetime(header)
-    if found.tzinfo is None:
-        return found.replace(tzinfo=UTC)
-    return found
 
 
 def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile

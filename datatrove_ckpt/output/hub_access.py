@@ -63,20 +63,17 @@ def private_if_made(writer: DiskWriter) -> bool | None:
 
 def repository_is_gone(folder: HubFolder, committed: int) -> str:
     """The message about a missing repository in which the job has committed files."""
-    return _gone(folder, _no_repository(folder), committed)
+    return (
+        f"{folder.url}: {_no_repository(folder)}, but this job has committed {plural(committed, 'file')} there. It was "
+        "deleted or renamed, or the token is another one. Restore it or rename it back, or set "
+        f"{written.output_folder} to its new name and accept_changes to true, or set HF_TOKEN to a token that may see "
+        f"it, and run again. If the files are lost, start anew with another {written.folders}: everything is generated "
+        "again."
+    )
 
 
 def _no_repository(folder: HubFolder) -> str:
     return f"there is no {_kind(folder)} {folder.repo}, or this token may not see it"
-
-
-def _gone(folder: HubFolder, what: str, committed: int) -> str:
-    return (
-        f"{folder.url}: {what}, but this job has committed {plural(committed, 'file')} there. It was deleted or "
-        f"renamed, or the token is another one. Restore it or rename it back, or set {written.output_folder} to its "
-        "new name and accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If the files "
-        f"are lost, start anew with another {written.folders}: everything is generated again."
-    )
 
 
 def _kind(folder: HubFolder) -> str:
@@ -96,6 +93,7 @@ class _Access:
 
     def ask(self) -> str:
         from huggingface_hub import constants, get_token
+        from huggingface_hub.errors import BucketNotFoundError
 
         folder = self._folder
         if constants.HF_HUB_OFFLINE:
@@ -106,17 +104,12 @@ class _Access:
                 f"{folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
             )
         if folder.is_bucket:
-            return self._check_bucket()
+            try:
+                folder.api().bucket_info(folder.repo)
+            except BucketNotFoundError:
+                return self._missing()
+            return f"{folder.url} exists. Whether the token may write to a bucket shows with the first file."
         return self._check_repository()
-
-    def _check_bucket(self) -> str:
-        from huggingface_hub.errors import BucketNotFoundError
-
-        try:
-            self._folder.api().bucket_info(self._folder.repo)
-        except BucketNotFoundError:
-            return self._missing()
-        return f"{self._folder.url} exists. Whether the token may write to a bucket shows with the first file."
 
     def _check_repository(self) -> str:
         from huggingface_hub import hf_raise_for_status
@@ -125,34 +118,25 @@ class _Access:
         response = get(f"{folder.api_url}/auth-check/write")
         if response.headers.get("X-Error-Code") == "RepoNotFound":
             return self._missing()
-        if response.status_code != 404:
-            hf_raise_for_status(response)
         if response.status_code == 404:
             return f"{folder.url}: whether the token may write to this hub shows with the first file."
+        hf_raise_for_status(response)
         return f"{folder.url} exists, and the token may write to it."
 
     # a missing repository --------------------------------------------------------------------------------------------
 
-    def _committed(self) -> int:
-        try:
-            return self._count_committed()
-        except CkptError as error:
-            raise OutputFailed(f"{self._folder.url} has vanished, or this token may not see it. {error}") from None
-
     def _missing(self) -> str:
         folder = self._folder
-        committed = self._committed()
+        try:
+            committed = self._count_committed()
+        except CkptError as error:
+            raise OutputFailed(f"{folder.url} has vanished, or this token may not see it. {error}") from None
         if committed:
             raise OutputFailed(repository_is_gone(folder, committed))
         kind = _kind(folder)
-        if self._private is None:
+        if self._private is None or folder.revision is not None:  # a run makes no branches
             raise OutputFailed(
                 f"{folder.url}: {_no_repository(folder)}. Correct the name or the token, or make it: {self._command()}"
-            )
-        if folder.revision is not None:
-            raise OutputFailed(
-                f"{folder.url}: {_no_repository(folder)}, so it has no branch {folder.revision!r}. Make both: "
-                f"{self._command()}, then hf repos branch create."
             )
         how = "public"
         if self._private:

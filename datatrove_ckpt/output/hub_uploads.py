@@ -147,7 +147,7 @@ class HubUploads(HubReads):
         super().__init__(folder, calls)
         self.lease: RankLease = lease
         self._history = History()
-        self._seen: list[str | None] = [None]
+        self.seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
 
     def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
@@ -195,12 +195,8 @@ class HubUploads(HubReads):
         """The branch's newest commit, and those of the last hour. Raises OSError and Stopping."""
         found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
-        self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
+        self.seen += [commit.oid for commit in found.made if commit.oid not in self.seen]
         return self._history
-
-    def is_earlier(self, history: History, seen: int) -> bool:
-        """Whether the hub shows a state before a commit. ``seen``: what ``commit`` has returned."""
-        return history.head in self._seen[:seen]
 
     def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
         """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have happened.
@@ -221,9 +217,9 @@ class HubUploads(HubReads):
             raise other_content(folder.url, others)
         operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]
         if not operations:  # an earlier commit whose answer got lost
-            return len(self._seen)
+            return len(self.seen)
         self.calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
-        return len(self._seen)
+        return len(self.seen)
 
 
 def hub_failure(error: BaseException) -> str:

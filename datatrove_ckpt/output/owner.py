@@ -188,8 +188,11 @@ class Ownership:
             if is_owned and owner is not None:
                 self._homes.keep(owner)
                 return
-            if owner is not None and not is_unused() and self._is_unclaimed_since(owner):
-                raise self._refusal(owner)
+            if owner is not None and not is_unused():
+                # All files are its own, unless a rank of this run has replaced it, here or before a mirror restored it.
+                homes = self._homes
+                if homes.mirror is None and homes.kept is None and self._record.read() == owner:
+                    raise self._refusal(owner)
             replaces = "" if owner is None else owner.key
             kept = self._homes.keep(self._homes.begun(secrets.token_hex(8), replaces))
             if owner is not None:
@@ -202,20 +205,13 @@ class Ownership:
                 f"{self._folder.resolve_paths('')} belongs to this run: start no other run into it."
             )
 
-    def _is_unclaimed_since(self, owner: Owner) -> bool:
-        """Whether files can only be those of this owner: no rank of this run has replaced it, here or before a mirror
-        restored the run.
-        """
-        return self._homes.mirror is None and self._homes.kept is None and self._record.read() == owner
-
     def _refusal(self, owner: Owner) -> OutputMismatch:
         where = self._folder.resolve_paths("")
         return OutputMismatch(
             f"{where} belongs to another run, with checkpoints in {owner.home} (host {owner.host}): both runs would "
             f"write files that output_filename {self._template!r} names. Nothing was written. Choose another "
-            f"{written.output_folder} for this run. If the other run is no more, or its output was moved away, "
-            "remove its files "
-            f"there, and the file that names it, {shlex.quote(self._record.place)}; then run the same command again."
+            f"{written.output_folder} for this run. If the other run is no more, or its output was moved away, remove "
+            f"its files there, and the file that names it, {shlex.quote(self._record.place)}; then run again."
         )
 
 

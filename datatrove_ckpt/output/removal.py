@@ -23,7 +23,11 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
     """Removes those of the files that exist. Raises OutputFailed and StorageFailed."""
     hub = HubFolder.of(folder)
     if hub is not None:
-        _remove_from_hub(hub, names)
+        reads = HubReads(hub, StoppableCalls())
+        for start in range(0, len(names), _MOST_REMOVED):
+            part = names[start : start + _MOST_REMOVED]
+            # Looked up at each attempt: the hub refuses to remove what is not there.
+            reads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
         return
     for name in names:
         remove_file(folder, name)
@@ -53,14 +57,6 @@ def sync_parents(root: Path, names: Iterable[str]) -> None:
     for folder in {(root / name).parent for name in names}:
         if folder.is_dir():
             files.disk.sync_dir(folder)
-
-
-def _remove_from_hub(hub: HubFolder, names: Sequence[str]) -> None:
-    reads = HubReads(hub, StoppableCalls())
-    for start in range(0, len(names), _MOST_REMOVED):
-        part = names[start : start + _MOST_REMOVED]
-        # Looked up at each attempt: the hub refuses to remove what is not there.
-        reads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
 
 
 def _remove(hub: HubFolder, names: Sequence[str]) -> None:

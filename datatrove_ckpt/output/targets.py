@@ -27,7 +27,6 @@ from functools import partial
 from http import HTTPStatus
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import xxhash
 from datatrove.io import DataFolder
@@ -61,9 +60,6 @@ send that much again after each reset, and hold ten parts of that size in memory
 _MAX_PARTS = 10_000  # S3's limit
 _BLOCK = 1 << 20
 
-S3Response: TypeAlias = dict[str, Any]
-"""A response of S3 as botocore parses it."""
-
 
 class Target:
     """Where a rank's files are published. ``staging`` is the folder in which they are written first.
@@ -92,7 +88,7 @@ class Target:
                 created.append(name)
                 continue
             there = self._hash(name)
-            if there != file.hexdigest() and there not in intents.hashes(name):
+            if there not in intents.hashes(name):
                 for one in created:
                     remove_file(self._folder, one)
                 raise other_content(self._folder.resolve_paths(""), [name])
@@ -348,9 +344,9 @@ class S3Target(RemoteTarget):
 
         self._calls.retry(f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort)
 
-    def _call(self, method: str, name: str, **arguments: str) -> S3Response:
+    def _call(self, method: str, name: str, **arguments: str) -> Info:
         bucket, key = self._bucket_and_key(name)
-        response: S3Response = self._folder.fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
+        response: Info = self._folder.fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
         return response
 
     def _bucket_and_key(self, name: str) -> tuple[str, str]:
@@ -426,7 +422,7 @@ class HubTarget(Target):
         if not committed:  # a bucket has no commits
             return set()
         history = self._uploads.looked("cannot be listed", self._uploads.history)
-        return {name for name, seen in committed.items() if self._uploads.is_earlier(history, seen)}
+        return {name for name, seen in committed.items() if history.head in self._uploads.seen[:seen]}
 
 
 def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:

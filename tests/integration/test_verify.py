@@ -597,13 +597,6 @@ def test_what_cannot_be_redone_is_left_alone(
     assert outputs(job) == before
 
 
-def test_settings_that_were_changed_meanwhile_are_said(job: Path, said: Said) -> None:
-    edit_settings(job, 0, accepted_changes=[{"field": "model"}])
-    remove(job)
-    text = said("repair", job, "--dry-run")
-    assert "rank 0: its settings were changed (accept_changes); the new ones will be used" in text
-
-
 # with datatrove ------------------------------------------------------------------------------------------------------
 
 

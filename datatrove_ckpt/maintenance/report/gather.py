@@ -36,10 +36,6 @@ class _Rank:
     history: History
 
     @property
-    def key(self) -> str:
-        return f"{self.state.root}/{self.state.rank}".lstrip("/")
-
-    @property
     def runs(self) -> bool:
         return self.state.state == "running"
 
@@ -53,7 +49,9 @@ def gather(run: RunState) -> Page:
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
     ranks = [_Rank(state, _history(state.folder / HISTORY, lines)) for state in states]
-    ended = [(one.key, attempt) for one in ranks for attempt in one.ended_early]
+    ended = [
+        (f"{one.state.root}/{one.state.rank}".lstrip("/"), attempt) for one in ranks for attempt in one.ended_early
+    ]
     state = _overall(run)
     requests = sum(sums.done.requests for sums in (run.totals, run.retried))
     tables = (_attempts(ended), _spreads([one.history for one in ranks], requests))
@@ -99,8 +97,6 @@ def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Itera
             time.add(one.history, now if one.runs else None)
     edges = time.edges.tolist()
     cuts = time.count(ended)
-    finished = [round(value) for value in (time.documents.cumsum() + time.before).tolist()]
-    yield Chart("Documents finished", edges, {"documents": finished}, cuts)
     yield Chart("Documents per second", edges, {"documents per second": time.rate(time.documents)}, cuts)
     tokens = {"prompt": time.rate(time.prompt_tokens), "completion": time.rate(time.completion_tokens)}
     yield Chart("Tokens per second", edges, tokens, cuts)

@@ -27,14 +27,10 @@ class OverTime:
 
     Args:
         edges: Unix seconds, ascending: where each interval starts, and where the last one ends.
-
-    Attributes:
-        before: documents that were finished before the first line of a rank, by an earlier release.
     """
 
     def __init__(self, edges: Floats) -> None:
         self.edges = edges
-        self.before = 0
         sums = np.zeros((5, len(edges) - 1))
         self.documents, self.prompt_tokens, self.completion_tokens, self.errors, self._ran = sums
 
@@ -48,7 +44,6 @@ class OverTime:
         times, lines = _lines(history)
         if not lines:
             return
-        self.before += lines[0].documents.read
 
         def grown(value: Callable[[Progress], int]) -> Floats:
             """Left out is what was there before the first line; a clock that was set back does no harm."""

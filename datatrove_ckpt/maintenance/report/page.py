@@ -20,7 +20,6 @@ from typing import Literal, TypeAlias
 from datatrove_ckpt.common.formatting import figure, short
 
 _MAX_NAME = 160
-_MAX_LEGEND = 80
 _MAX_CELL = 4000
 
 Tone = Literal["good", "warning", "critical"]
@@ -117,8 +116,7 @@ _FLOOR = 182
 
 def _chart(chart: Chart) -> Markup:
     edges = chart.edges
-    shown = [(shortened(line, _MAX_LEGEND), values) for line, values in chart.lines.items()]
-    known = (value for _, values in shown for value in values if value is not None)
+    known = (value for values in chart.lines.values() for value in values if value is not None)
     marks = ticks(max(known, default=0.0))
 
     def x(at: float) -> float:
@@ -141,17 +139,17 @@ def _chart(chart: Chart) -> Markup:
         note = element("p", "Red triangles: attempts that ended unfinished.")
         cut = (number(at) for at, count in zip(middles, chart.interruptions, strict=True) if count)
         parts.append(element("path", d="".join(f"M{at} {_FLOOR + 1}l-4 7h8z" for at in cut), class_="cut"))
-    for index, (_, values) in enumerate(shown):
+    for index, values in enumerate(chart.lines.values()):
         places = [None if value is None else (at, y(value)) for at, value in zip(middles, values, strict=True)]
         parts.append(element("path", d=_line(places), class_=f"line s{index}"))
     for index, (low, end) in enumerate(pairwise(edges)):
         lines = [clock(low)]
-        lines += [f"{figure(values[index] or 0)} {line}" for line, values in shown if values[index]]
+        lines += [f"{figure(values[index] or 0)} {line}" for line, values in chart.lines.items() if values[index]]
         if chart.interruptions[index]:
             lines.append(f"interruptions: {chart.interruptions[index]}")
         title = element("title", "\n".join(lines))
         parts.append(element("rect", title, x=x(low), y=_TOP, width=x(end) - x(low), height=_FLOOR, class_="hit"))
-    keys = [element("span", element("i", class_=f"key s{index}"), name(line)) for index, (line, _) in enumerate(shown)]
+    keys = [element("span", element("i", class_=f"key s{index}"), line) for index, line in enumerate(chart.lines)]
     drawing = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=chart.title)
     return element("section", element("h2", chart.title), note, element("div", *keys, class_="legend"), drawing)
 

@@ -20,6 +20,7 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint.identity import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_text, code_values, code_walk
 from datatrove_ckpt.generation.run_identity import code_identity
@@ -352,6 +353,32 @@ def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_
     assert copy.config.default_generation_params == step.config.default_generation_params
     vars(copy)["shared_context"] = SECRETS  # as earlier versions pickled it
     assert copy.shared_context == SECRETS
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
+    tmp_path: Path, server: FakeServer, is_hashed: bool
+) -> None:
+    job = run_json(tmp_path).parent.parent / "job.json"
+    step = secret_runner(tmp_path, server)
+    step.run(documents(2))
+    kept = fields_of(tmp_path)
+    secrets = {f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name}
+    secrets |= {"rollout_fn.headers": {"Authorization": "s3cret"}}
+    secrets |= {"default_generation_params": {"extra_headers": {"Authorization": "s3cret"}}}
+    if is_hashed:
+        secrets = fields_without_secrets(secrets)
+    old = {"format": 1, **step.identity(1).fields, **secrets}
+    run_json(tmp_path).write_text(json.dumps(old))
+    job.write_text(json.dumps(old))
+    with pytest.raises(CheckpointMismatch) as refused:
+        secret_runner(tmp_path, server, shared_context=SECRETS | {"client": "sk-anothers3crets3cret"}).run(documents(3))
+    assert "shared_context.client" in str(refused.value)
+    assert "s3cret" not in str(refused.value)
+    secret_runner(tmp_path, server).run(documents(3))
+    assert fields_of(tmp_path) == kept
+    assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
 
 
 def test_of_two_mappings_what_differs_is_named_even_where_it_is_cut(tmp_path: Path, server: FakeServer) -> None:

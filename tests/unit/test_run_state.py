@@ -363,6 +363,15 @@ def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path: Path, ho
     assert [rank.trouble for rank in read(tmp_path).troubled] == ["unfinished"]
 
 
+def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path: Path) -> None:
+    letters = [("str", f"HTTP 400: {n} tokens are too many") for n in (17, 18)] + [("ValueError", "no\nsuch")]
+    write_rank(tmp_path, 0, chunks=1, letters=letters, finished=True)
+    write_rank(tmp_path, 1, chunks=1, letters=[("str", "HTTP 400: 1 tokens are too many")], finished=True)
+    totals = read(tmp_path).totals
+    assert totals.counts.dead == 4
+    assert dict(totals.dead_letters) == {"HTTP 400: # tokens are too many": 3, "ValueError: no": 1}
+
+
 def test_of_large_journals_the_history_tells_the_number_of_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from tests.histories import History, progress, read_history
 from tests.rank_folders import failed
 
@@ -159,3 +160,9 @@ def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
             assert record.to_line() in kept
     found = set(kept)
     assert [line for line in (record.to_line() for record in content) if line in found] == kept, "another order"
+
+
+def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path: Path) -> None:
+    skipped = SkippedLines(damaged=3, without_text=4)
+    HistoryLog(tmp_path / "history.jsonl", 1).append([Progress(at=1.0, skipped=skipped)])
+    assert HistoryLog(tmp_path / "history.jsonl", 2).skipped == skipped

@@ -68,14 +68,6 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "job.json").read_bytes())["tasks"] == 3
 
 
-def test_a_job_json_that_a_crash_left_refuses_nobody(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, 0)
-    with pytest.raises(KeyboardInterrupt), join_job(tmp_path, 0, identity(), False, lambda: None):
-        raise KeyboardInterrupt  # before run.json
-    rank.die()
-    Rank(tmp_path, 1).start(identity(tasks=4))
-
-
 def test_ranks_that_hold_nothing_and_have_ended_refuse_nobody(tmp_path: Path) -> None:
     first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
     first.start(identity())

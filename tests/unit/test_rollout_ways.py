@@ -61,14 +61,6 @@ class Model:
         return Classified("fiction", self.score, dict(zip(labels or "012", SCORES.values(), strict=True)))
 
 
-class Writer(Model):
-    """The first model of two."""
-
-    def __init__(self, judge: Model, *texts: str) -> None:
-        super().__init__(*texts)
-        self.judge = judge
-
-
 def config(server_type: Any = "vllm", **changes: Any) -> InferenceConfig:
     return InferenceConfig(**{"server_type": server_type, "model_name_or_path": "m", **changes})
 
@@ -197,28 +189,6 @@ def test_a_label_that_the_model_lacks_is_refused_and_its_labels_are_named() -> N
 
 
 # judge ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_judge_scores_the_document_itself() -> None:
-    model = Model("It is good: 4.5 of 5.")
-    found = result(only(JudgeRollout(judge_prompt="Rate {text}")), model)
-    assert found == {
-        "text": "It is good: 4.5 of 5.", "finish_reason": "stop", "usage": {"completion_tokens": 1}, "reasoning": "",
-        "score": 4.5,
-    }  # fmt: skip
-    assert model.asked == [{"messages": [{"role": "user", "content": "Rate Rain falls."}], "temperature": 0}]
-
-
-def test_the_judge_gets_the_answer_of_the_first_model() -> None:
-    judge = Model("4")
-    writer = Writer(judge, "It rains.")
-    found = result(JudgeRollout("Sum up {text}", judge_prompt="Rate {answer} for {text}", judge_params={}), writer)
-    assert found == {
-        "text": "It rains.", "finish_reason": "stop", "usage": {"completion_tokens": 2}, "reasoning": "",
-        "score": 4, "judgement": "4",
-    }  # fmt: skip
-    assert writer.asked == [{"messages": [{"role": "user", "content": "Sum up Rain falls."}]}]
-    assert judge.asked == [{"messages": [{"role": "user", "content": "Rate It rains. for Rain falls."}]}]
 
 
 def test_a_judge_that_no_model_is_is_refused() -> None:

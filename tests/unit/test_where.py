@@ -137,15 +137,6 @@ def test_a_yaml_file_is_told_from_a_folder(tmp_path: Path) -> None:
     assert not is_config("checkpoints")
 
 
-def test_a_yaml_file_names_the_folder_the_tasks_and_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank(tmp_path / "checkpoints")
-    monkeypatch.setenv("SCRATCH", str(tmp_path))
-    found = config("$SCRATCH/checkpoints", tasks=7, logging_dir="logs")
-    with open_place("job.yaml", found) as place:
-        assert place.folder == tmp_path / "checkpoints"
-        assert (place.tasks, place.logging_dir, place.given, place.is_copy) == (7, "logs", ["job.yaml"], False)
-
-
 def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Path) -> None:
     local, remote = tmp_path / "local", str(tmp_path / "remote")
     mirror(f"{remote}/00000")

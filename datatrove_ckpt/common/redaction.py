@@ -216,7 +216,7 @@ def _slow_hash(name: str, digest: str) -> str:
 
 
 class Veil:
-    """Shows a value of the user's without its secrets: datatrove writes the attributes of a step to ``executor.json``."""
+    """Shows a value of the user's without its secrets: datatrove writes a step's attributes to ``executor.json``."""
 
     __slots__ = ("name", "value")
 
@@ -392,9 +392,7 @@ class EnvironmentSecret:
         os.environ[self.variable] = value
 
     def reveal(self) -> str:
-        """Raises:
-        ConfigError: the environment variable did not reach this process.
-        """
+        """Raises ConfigError if the variable did not reach this process."""
         value = os.environ.get(self.variable)
         if value is None:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """What errors of servers, S3, the hub and others mean, and when a call that failed is made again.
 
-The table at the end has waiting times, and what a status means, for each service. Most libraries below fsspec raise
-classes of their own, which only this module reads.
+The table at the end has waiting times for each service. Only this module reads the error classes of the libraries below
+fsspec.
 """
 
 from __future__ import annotations

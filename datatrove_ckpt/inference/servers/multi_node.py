@@ -207,8 +207,7 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
 
 
 # The nodes of one task prove that they know DATATROVE_CKPT_LINK_KEY by HMAC-SHA256 of a random number that the other
-# end chose. ``InferenceConfig`` makes the key where a run is submitted, and sbatch and srun pass the environment on. A
-# file would need a folder that all nodes share, and others can read argv and the pickled step.
+# end chose. ``InferenceConfig`` makes the key where a run is submitted; others can read argv and the pickled step.
 
 
 HEAD = b"head"

@@ -22,9 +22,9 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
-from datatrove_ckpt.testing.server import Payload
 
 SIZE = 4
 """``records_per_chunk``."""
@@ -39,7 +39,7 @@ async def rollout(document: Document, generate: Any) -> Any:
     return None if "dropped" in document.text else result
 
 
-def payload(text: str) -> Payload:
+def payload(text: str) -> JsonObject:
     return {"messages": [{"role": "user", "content": text}], "temperature": 0.5}
 
 
@@ -123,7 +123,7 @@ class Killer:
             os.close(self._process)
             self._process = self._timer = None
 
-    def _delay(self, asked: Payload, times: int) -> float:
+    def _delay(self, asked: JsonObject, times: int) -> float:
         self._left -= 1
         if self._left == 0 and self._process is not None:
             self._timer = threading.Timer(self.chance.choice([0, 0.001, 0.01, 0.03]), self._kill)

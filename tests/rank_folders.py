@@ -16,6 +16,7 @@ from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progre
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
+from datatrove_ckpt.maintenance.where import Place
 
 ELSEWHERE = "node7"
 """A host that is not this one: nobody here can see its locks."""
@@ -134,3 +135,8 @@ def write_rank(
     if not finished:
         (folder / layout.LOCK).write_bytes(b"{}")
     return folder
+
+
+def place_at(checkpoints: Path) -> Place:
+    """The place that a user names by its folder."""
+    return Place(str(checkpoints), checkpoints, [str(checkpoints)])

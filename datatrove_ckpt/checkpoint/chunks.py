@@ -1,11 +1,10 @@
-"""Which chunk each document belongs to, and when a chunk is complete. Memory only; nothing here touches a disk.
+"""Assigns documents to chunks, and decides when a chunk is complete. Memory only; nothing here touches a disk.
 
-A chunk is complete when this process has admitted all its documents and every one of them is in its journal. That is
-decided here, in one place, for chunks that are full, for the last chunk of the input, and for chunks that an earlier
-attempt finished without committing.
+A chunk is complete when this process has admitted all its documents and each of them is in its journal. That holds for
+full chunks, for the last chunk of the input, and for chunks that an earlier attempt finished without committing.
 
-One ``Chunk`` goes from the event loop through the storage thread to the publisher, and back to the storage thread. One
-thread has it at a time: each sets what it finds out, and hands it on through a queue.
+One thread has a ``Chunk`` at a time: event loop, storage thread, publisher, storage thread. Each sets what it finds
+out, and hands the chunk on through a queue.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.errors.doors import StartOver
+from datatrove_ckpt.errors.doors import StartOver, written
 
 PositionGetter: TypeAlias = Callable[[], Json | None]
 """Returns the reader's state right after a document; None if the reader has no state."""
@@ -33,11 +32,6 @@ def no_position() -> None:
 @dataclass(slots=True, eq=False)
 class Chunk:
     """One chunk, from its first document to its commit.
-
-        event loop        open: its documents are admitted and finished, until all of them are in its journal
-        storage thread    complete: the journal, which no longer grows, is synced
-        publisher         written: its output files are in place, or will be
-        storage thread    placed: the commit line is appended
 
     Attributes:
         recovered: fingerprints of the documents found in its journal, by ordinal, until they are read again.
@@ -77,12 +71,11 @@ class ChunkSlot:
 
 
 class ChunkTracker:
-    """Assigns documents to chunks in input order, and reports each chunk that becomes complete. Event loop only.
+    """Assigns documents to chunks in input order. Event loop only.
 
     Args:
         folder: the rank's folder, for error messages.
-        point: where the rank resumes.
-        on_complete: called with each complete chunk.
+        on_complete: called with each chunk that becomes complete.
     """
 
     def __init__(
@@ -101,7 +94,6 @@ class ChunkTracker:
 
     @property
     def all_complete(self) -> bool:
-        """Whether every chunk that was begun is complete."""
         return not self._open
 
     def admit(self, fingerprint: str, position: PositionGetter) -> ChunkSlot | None:
@@ -130,7 +122,7 @@ class ChunkTracker:
         return ChunkSlot(ordinal, chunk, cached)
 
     def document_finished(self, chunk: Chunk) -> None:
-        """Counts a document that is on its way into its journal. Its chunk may become complete."""
+        """Counts a document that is on its way into its journal."""
         chunk.finished += 1
         self._report_if_complete(chunk)
 
@@ -145,14 +137,14 @@ class ChunkTracker:
                 f"The input ended after {self.documents} documents, but {self._folder} holds finished documents "
                 "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with ",
                 StartOver(),
-                ".",
+                f"{written.old_results}.",
             )
         if self._current is not None:
             self._fill(self._current)
 
     @property
     def documents(self) -> int:
-        """How many documents the input had so far, those of earlier attempts included."""
+        """How many documents the input had so far, with those of earlier attempts."""
         if self._current:
             return self._current.next_ordinal
         return self._next_ordinal
@@ -190,7 +182,7 @@ class ChunkTracker:
                 f"Document {ordinal} of this rank is not the one that was finished there before (see {self._folder}): "
                 "the input, or a step before this one, has changed. Restore it, or start with ",
                 StartOver(),
-                ".",
+                f"{written.old_results}.",
             )
 
     def _fill(self, chunk: Chunk) -> None:

@@ -1,7 +1,7 @@
-"""How long a rank took, over all attempts.
+"""Measures how long a rank took, over all attempts.
 
-Commits and journals hold the rank's seconds so far, not those of their own. So the highest numbers that survived are
-the truth, and a kill loses only the time after the last line that was written.
+Commits and journals hold the rank's seconds so far, not their own. So the highest numbers that survived are the truth,
+and a kill loses only the time after the last line that was written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datatrove_ckpt.checkpoint.lines import is_seconds
 
 
 class Seconds(NamedTuple):
-    """Seconds of all attempts so far. ``inference``: with servers that were ready. ``total``: since the starts."""
+    """Seconds of all attempts so far. ``inference``: with servers that were ready."""
 
     inference: float = 0.0
     total: float = 0.0
@@ -44,11 +44,7 @@ def unix_seconds() -> float:
 
 
 class RankClock:
-    """Measures this attempt, and adds it to the earlier ones.
-
-    Args:
-        earlier: what the earlier attempts took.
-    """
+    """Measures this attempt, and adds it to the earlier ones."""
 
     def __init__(self, earlier: Seconds = NO_SECONDS) -> None:
         self._earlier = earlier
@@ -60,7 +56,6 @@ class RankClock:
         self._serving = min(self._serving, _monotonic())
 
     def now(self) -> Seconds:
-        """The seconds of all attempts up to now."""
         now = _monotonic()
         inference, total = self._earlier
         return Seconds(round(inference + max(0.0, now - self._serving), 3), round(total + now - self._started, 3))

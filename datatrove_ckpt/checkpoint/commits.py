@@ -3,8 +3,8 @@
 So a commit that is lost is never treated as a chunk that is not done: its output files would be taken for strangers,
 and its documents would be paid for twice. ``ledger`` compares the log with what else is known of it.
 
-Each line is synced before the next one is written, so a crash tears one line at most, which ``lines.may_be_torn``
-describes. Everything else at the end of the log is damage.
+Each line is synced before the next one is written, so a crash tears one line at most (``lines.may_be_torn``).
+Everything else at the end of the log is damage.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CommitsDamaged(CheckpointCorrupt):
 
 
 def stamp_of(text: str) -> int:
-    """The stamp of a file, see ``OutputFile``, from a text that changes with the file; 0: there is no such text."""
+    """Returns the stamp of a file, see ``OutputFile``, from a text that changes with the file; 0 if there is none."""
     return xxhash.xxh3_64_intdigest(text.encode()) >> 11 if text else 0  # 53 bits: every reader of JSON keeps them
 
 
@@ -86,10 +86,10 @@ class OutputFile:
         path: below the output folder.
         size: in bytes.
         xxh128: of its content.
-        hub_hash: the hash by which the hub lists it: SHA-256, or git's hash of a file that is not in LFS; "" elsewhere,
+        hub_hash: the hash by which the hub lists it: SHA-256, or git's hash of a file that is not in LFS. "" elsewhere,
             in a bucket, and in commits of an earlier release.
-        stamp: a number that changes with the file, from what its file system tells of it: time of change and inode, or
-            ETag. As in git's index, only a file with another stamp is read to be compared. 0: not known.
+        stamp: a number that changes with the file: of its time of change and inode, or its ETag. As in git's index,
+            only a file with another stamp is read to be compared. 0: not known.
     """
 
     path: str
@@ -99,7 +99,7 @@ class OutputFile:
     stamp: int = 0
 
     def to_json(self) -> Json:
-        """Without what is not known: such lines are those of earlier releases."""
+        """Leaves out what is not known, as earlier releases did."""
         return {name: value for name, value in asdict(self).items() if value or name not in ("hub_hash", "stamp")}
 
 
@@ -108,7 +108,7 @@ class DocumentCounts:
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
     ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a text, or with a vector
-    of zeros. One of several choices is enough. Answers of which an earlier release did not note this are not counted.
+    of zeros. One of several choices is enough. Earlier releases did not note this.
     """
 
     read: int = 0
@@ -123,7 +123,6 @@ class DocumentCounts:
     empty: int = 0
 
     def count(self, documents: Sequence[Took]) -> None:
-        """Adds documents."""
         outcomes = [outcome for outcome, _, _ in documents]
         sums = map(sum, zip(*(numbers for _, numbers, _ in documents), strict=True))
         written = outcomes.count("written")
@@ -142,7 +141,7 @@ class DocumentCounts:
 
     @property
     def odd_answers(self) -> str:
-        """Sentences, each with a space before it, on no answer at all, and on those cut off or empty; "" if none is."""
+        """Sentences, each with a space before it, on no answer at all, and on those cut off or empty."""
         answers = plural(self.answers, "answer")
         said = []
         if self.cut_off:
@@ -161,7 +160,7 @@ class DocumentCounts:
         return text
 
     def unsplit(self) -> WorkStats:
-        """What an earlier release's commit tells of the work."""
+        """Returns what an earlier release's commit tells of the work."""
         work = WorkStats()
         work.count_unsplit(self.read, self.requests, self.prompt_tokens, self.completion_tokens)
         return work
@@ -171,9 +170,9 @@ _numbers = attrgetter(*DocumentCounts.__slots__)
 
 
 def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts:
-    """The sum over ranks and, after them, their retries, each with its rank's number. Each document counts once.
+    """Returns the sum over ranks and, after them, their retries, with the rank's number. Each document counts once.
 
-    Of a rank that cannot be read, and has no counts, a retry's documents count as if it had read them first.
+    If a rank cannot be read, and has no counts, a retry's documents count as if it had read them first.
     """
     found = DocumentCounts()
     known = set()
@@ -184,7 +183,6 @@ def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts
 
 
 def sum_counts(counts: Iterable[DocumentCounts]) -> DocumentCounts:
-    """The sum of several."""
     total = DocumentCounts()
     for each in counts:
         total.add(each)
@@ -193,16 +191,16 @@ def sum_counts(counts: Iterable[DocumentCounts]) -> DocumentCounts:
 
 @dataclass(slots=True)
 class Commit:
-    """One finished chunk.
+    """One finished chunk. Commits of earlier releases have no ``seconds`` and ``at``, and only totals of ``work``.
 
     Attributes:
         position: the reader's state right after the chunk's last document; None if the reader has no state.
         last_input: fingerprint of that document, by which a resumed rank notices another input.
         dead_letters_size: size of dead_letters.jsonl in bytes, with the dead letters of this chunk.
-        work: what its documents took, as ``WorkStats.to_json`` writes it; only totals if an earlier release made the
-            commit. Who sums it parses it: that takes longer than the rest of the line.
-        seconds: what the rank took until then; zeros if an earlier release made the commit.
-        at: when, in Unix seconds; 0 if an earlier release made the commit.
+        work: what its documents took, as ``WorkStats.to_json`` writes it. It is parsed only to be summed, which takes
+            longer than the rest of the line.
+        seconds: what the rank took until then.
+        at: when, in Unix seconds.
     """
 
     chunk_index: int
@@ -235,7 +233,7 @@ class Commit:
         return commit
 
     def _check(self) -> None:
-        """The output's names are acted on: ``repair`` removes these files."""
+        """Checks names, too: ``repair`` removes the files that have them."""
         numbers = [self.chunk_index, self.first_ordinal, self.dead_letters_size, *_numbers(self.counts)]
         numbers += [number for file in self.files for number in (file.size, file.stamp)]
         if not all(map(is_count, numbers)):
@@ -273,12 +271,12 @@ def read_commits(path: Path) -> dict[int, Commit]:
 
 
 def read_whole_commits(path: Path) -> list[Commit]:
-    """The commits of all whole lines, in their order, whatever is between them."""
+    """Returns the commits of all whole lines, in their order, whatever is between them."""
     return [_parse(path, number, line) for number, _, line in scan_lines(path) if line is not None]
 
 
 def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
-    """As ``read_commits``, and the size of the whole lines in bytes, which is the offset of a torn tail."""
+    """Returns what ``read_commits`` does, and the size of the whole lines, which is the offset of a torn tail."""
     commits: dict[int, Commit] = {}
     size = letters = 0
     for number, line in _whole_lines(path):
@@ -295,7 +293,6 @@ def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, Line]]:
-    """The whole lines up to a torn tail, with their numbers."""
     torn: tuple[int, bytes] | None = None
     for number, raw, line in scan_lines(path):
         if torn is not None:
@@ -327,7 +324,7 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
 
 
 def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
-    """What the documents of a rank's commits are and took, and what the rank took until the last of them."""
+    """Returns what the documents of a rank's commits are and took, and the seconds until the last of them."""
     work = WorkStats()
     seconds = NO_SECONDS
     for commit in commits:
@@ -337,16 +334,16 @@ def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Se
 
 
 def count_unbroken(commits: Iterable[int]) -> int:
-    """The number of chunks 0, 1, 2, ... up to the first one without a commit."""
+    """Returns the number of chunks 0, 1, 2, ... up to the first one without a commit."""
     found = set(commits)
     return next(index for index in range(len(found) + 1) if index not in found)
 
 
 def read_last_chunk(path: Path) -> int | None:
-    """The chunk in the file for people; None if there is no such file, or no number in it.
+    """Returns the chunk in the file for people; None if there is no such file, or no number in it.
 
     A run writes it after the commit of that chunk is synced. ``repair``, a restored mirror and a new start correct or
-    remove it first. So whatever chunk it names was committed, and so were all before it.
+    remove it first. So the chunk that it names was committed, and so were all before it.
 
     Raises:
         StorageFailed: it cannot be read.
@@ -384,7 +381,6 @@ class CommitLog:
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
         return self._file.size
 
     def unbroken(self) -> list[Commit]:
@@ -402,7 +398,7 @@ class CommitSums:
     Attributes:
         indices: the chunks that are committed.
         files: number of their output files.
-        unbroken: number of chunks from 0 on up to the first one without a commit.
+        unbroken: see ``count_unbroken``.
         seconds: what the rank took until the last commit.
         at: Unix seconds of the last commit, if its line says it.
     """
@@ -416,7 +412,7 @@ class CommitSums:
 
     @classmethod
     def of(cls, commits: Collection[Commit]) -> CommitSums:
-        """The sums of these commits, in the order in which they were written."""
+        """Sums commits that are in the order in which they were written."""
         sums = cls(indices=frozenset(commit.chunk_index for commit in commits))
         for commit in commits:
             sums.counts.add(commit.counts)

@@ -1,8 +1,8 @@
 """The one place that changes the disk. Everything a checkpoint or a staged output writes goes through ``Disk``.
 
 Each method of ``Disk`` that changes something is one *effect*: it happened or it did not, except ``write``, of which a
-crash may leave a prefix. The ``testing`` package replaces ``files.disk`` to crash before, or in the middle of, any
-effect; this is the project's only seam for crashes on disk. Reading is not an effect and needs no seam.
+crash may leave a prefix. ``testing`` replaces ``files.disk`` to crash before, or in the middle of, any effect; this is
+the project's only seam for crashes on disk.
 
 Errors of the operating system and of SQLite become ``StorageFailed``, which names the file.
 """
@@ -25,12 +25,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 from datatrove_ckpt.errors.doors import written
 
@@ -64,7 +64,7 @@ def copy_mode(path: Path, fd: int) -> None:
 
 
 class Disk:
-    """The effects. Paths are absolute. Nothing is buffered here, so an effect that has returned survives kill -9."""
+    """The effects. Paths are absolute. Nothing is buffered, so an effect that has returned survives kill -9."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -73,7 +73,7 @@ class Disk:
     # effects -------------------------------------------------------------------------------------------------
 
     def make_dir(self, path: Path, mode: int = PRIVATE_FOLDER) -> None:
-        """Makes one folder. An existing folder is fine, and keeps its mode."""
+        """Makes one folder. An existing folder keeps its mode."""
         with explained("make the folder", path):
             path.mkdir(mode, exist_ok=True)
 
@@ -83,7 +83,6 @@ class Disk:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
 
     def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
-        """Writes all of ``data`` to the descriptor."""
         with explained("write to", path):
             view = memoryview(data)
             while view:
@@ -117,29 +116,27 @@ class Disk:
         return True
 
     def truncate(self, path: Path, size: int) -> None:
-        """Cuts the file to ``size`` bytes."""
         with explained("cut", path):
             os.truncate(path, size)
 
     def remove(self, path: Path) -> None:
-        """Removes the file. A missing file is fine."""
+        """Removes the file, if it is there."""
         self.forget(path)
         with explained("remove", path):
             path.unlink(missing_ok=True)
 
     def remove_dir(self, path: Path) -> None:
-        """Removes the folder if it is empty. Does nothing if it is missing or holds something."""
+        """Removes the folder if it is there and empty."""
         with suppress(OSError):
             path.rmdir()
 
     def remove_tree(self, path: Path) -> None:
-        """Removes the folder and its content. A missing folder is fine."""
+        """Removes the folder and its content, if it is there."""
         if path.exists():
             with explained("remove", path):
                 shutil.rmtree(path)
 
     def commit(self, connection: sqlite3.Connection, path: Path) -> None:
-        """Commits the open transaction."""
         with explained("commit to", path):
             connection.commit()
 
@@ -148,8 +145,8 @@ class Disk:
     def append(self, path: Path, data: bytes) -> int:
         """Adds ``data`` at the end of the file, which is made if it is missing. Returns the offset where it starts.
 
-        Without locks, a process that was fenced off may have appended something since the last time. So the offset is
-        read from the file, not computed.
+        Without locks, a process that was fenced off may have appended since the last time. So the offset is read from
+        the file, not computed.
         """
         # Ranks that run in threads of one process share the descriptors: none may be closed during a write to it.
         with self._appending:
@@ -176,7 +173,7 @@ class Disk:
                 return
 
     def detach(self, path: Path) -> None:
-        """Replaces the file with a copy of it: a process that still has the old one open writes where nobody reads."""
+        """Replaces the file with a copy: a process that has the old file open then writes to no file of the rank."""
         if path.exists():
             with explained("read", path):
                 data = path.read_bytes()
@@ -288,7 +285,7 @@ class AppendFile:
 class HashedFile(io.RawIOBase):
     """A new file of the output, which is written once, from start to end, and knows its size and its xxh128.
 
-    Its mode follows the user's umask, as that of any writer's file. Until it is published, its folder is private.
+    Its mode follows the user's umask. Until it is published, its folder is private.
     """
 
     def __init__(self, path: Path) -> None:
@@ -329,8 +326,8 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def lock_holder(path: Path | str) -> dict[str, Any] | None:
-    """Who holds a lock now, as ``this_process`` says; None if no process does, or the file system has no locks."""
+def lock_holder(path: Path | str) -> Json | None:
+    """Returns who holds a lock now, as ``this_process`` does; None if there is no holder, or are no locks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -356,7 +353,7 @@ def _is_only_looked_at(fd: int) -> bool:
     return True
 
 
-def _holder(content: bytes) -> dict[str, Any]:
+def _holder(content: bytes) -> Json:
     try:
         found = orjson.loads(content)
     except orjson.JSONDecodeError:  # the process has the lock and is about to write its name
@@ -381,7 +378,7 @@ def _held_by(holder: bytes, path: Path) -> str:
 
 
 def name_holder(holder: dict[str, object]) -> str:
-    """Whom to stop: "pid 42 on node7". Of a worker it is the command that started it."""
+    """Names the process to stop: "pid 42 on node7". Of a worker it is the command that started it."""
     return f"pid {holder.get('command', holder.get('pid'))} on {holder.get('host')}"
 
 

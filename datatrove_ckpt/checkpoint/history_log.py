@@ -1,12 +1,11 @@
 """HistoryLog: appends to ``history.jsonl`` of one rank, and bounds its size. The storage thread alone uses it.
 
-The records are described in ``history_records``. A line is one write, so a kill tears the last one at most, which the
-next attempt cuts off before it appends. Nothing else of the file is repaired: a damaged line is left out by readers,
-and goes when the log is thinned.
+A line is one write, so a kill tears the last line at most, which the next attempt cuts off. Readers skip other damaged
+lines, which go when the log is thinned.
 
-When the log would grow beyond ``MAX_BYTES``, it is replaced by a copy with fewer progress lines: the older they are,
-the fewer, and never without the first and the last one of an attempt. So a week of minute lines stays below a megabyte,
-and so does a year. If starts and ends alone are too many, the oldest lines go.
+When the log would grow beyond ``MAX_BYTES``, it is replaced by a copy with fewer progress lines: the older, the fewer,
+and never without the first and the last one of an attempt. So a week of minute lines stays below a megabyte, and so
+does a year. If starts and ends alone are too many, the oldest lines go.
 """
 
 from __future__ import annotations
@@ -47,11 +46,9 @@ class HistoryLog:
         attempt: number of this process's attempt.
 
     Attributes:
-        earlier: what all attempts did until the last progress line that was there.
-        position: the input's position in that line.
-        skipped: the lines of the input that were no documents, in that line.
+        earlier, position, skipped: of the last progress line that was there.
         unsynced: whether power loss may cost a line.
-        generation: how often the file was replaced. It counts before that is done, so that whoever has opened the file
+        generation: how often the file was replaced. It grows before the replacement, so a reader that opens the file
             and then finds the same number has the file of that number.
     """
 
@@ -87,7 +84,6 @@ class HistoryLog:
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
         return self._file.size
 
     def append(self, records: Iterable[Record]) -> None:
@@ -105,7 +101,6 @@ class HistoryLog:
         self.unsynced = True
 
     def sync(self) -> None:
-        """Everything appended so far survives power loss from here on."""
         if self.unsynced:
             self._file.sync()
             self.unsynced = False
@@ -119,7 +114,7 @@ class HistoryLog:
 
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
-    """The lines, in their order, without some of them: at most so many bytes. Damaged lines are left out first."""
+    """Returns lines in their order, at most ``most`` bytes of them. Damaged lines are left out first."""
     parsed = [(line, parse_line(line)) for line in lines]
     found = [(line, record) for line, record in parsed if record is not None]
     fixed = _fixed([record for _, record in found])
@@ -134,7 +129,7 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
 
 
 def _fixed(records: Sequence[Record]) -> set[int]:
-    """Indices of the lines that stay: the first and last progress of each attempt, its last histograms, its events."""
+    """Indices of the lines that stay: events, and of each attempt its first and last progress and last histograms."""
     fixed: set[int] = set()
     first: dict[int, int] = {}
     last: dict[tuple[int, str], int] = {}

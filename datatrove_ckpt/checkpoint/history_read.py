@@ -37,10 +37,10 @@ class AttemptSummary:
     Attributes:
         number: from 1.
         started, last_seen: times of its first and last line.
-        ended: time of its end line; None: it still runs, or ended without a word.
+        ended: time of its end line; None: it still runs, or was killed.
         why: "done", "stopped", "error", or "" if there is no end line.
         what: what stopped it, or the error.
-        without_a_word: it ended, and no line says so.
+        without_a_word: it ended without an end line.
         in_flight: requests in flight at its last line; None: it was killed before that one.
         own: the documents that it finished until its last line.
     """
@@ -60,7 +60,6 @@ class AttemptSummary:
     own: int = 0
 
     def take(self, record: Record) -> None:
-        """Adds what a line says."""
         self.last_seen = max(self.last_seen, record.at)
         if isinstance(record, Start):
             self.host = record.host
@@ -79,7 +78,6 @@ class AttemptSummary:
 
     @property
     def how_it_ended(self) -> str:
-        """A few words."""
         if self.ended is None:
             return "killed"
         what = self.what.partition("\n")[0]
@@ -89,7 +87,6 @@ class AttemptSummary:
 
     @property
     def place(self) -> str:
-        """Host and Slurm job."""
         if self.slurm_job:
             return f"{self.host}, Slurm job {self.slurm_job}"
         return self.host
@@ -120,8 +117,8 @@ class History:
         minutes: progress lines, the last one of each attempt among them.
         spreads: the last line of each attempt, which has all of its requests. Only with minutes.
         servers: what happened to servers in the newest attempt.
-        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as there are lines: the last
-            one is the second. None if it has ended.
+        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as there are lines. None if
+            it has ended.
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)
@@ -132,7 +129,7 @@ class History:
 
     @property
     def last(self) -> Progress | None:
-        """The newest progress line; None if there is none."""
+        """The newest progress line."""
         return next(reversed(self.minutes), None)
 
     @property
@@ -142,13 +139,13 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Between the two lines of the window; 0 without them."""
+        """Between the two lines of the window."""
         if self.window is None:
             return 0.0
         return self.window[1].at - self.window[0].at
 
     def rates(self) -> Rates:
-        """Of the last minutes of the newest attempt."""
+        """Returns the rates of the last minutes of the newest attempt."""
         seconds = self.seconds
         if self.window is None or seconds <= 0:
             return Rates()
@@ -172,7 +169,7 @@ def read_history(path: str, most: int = 0) -> History:
 
 
 def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
-    """The history in these lines. Damaged lines are left out."""
+    """Returns the history in these lines. Damaged lines are left out."""
     found = History()
     attempts: dict[int, AttemptSummary] = {}
     step = 0
@@ -223,10 +220,7 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
 
 
 def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
-    """The last line of the newest attempt, and before it the one that is ``RATE_SECONDS`` older, or the first one.
-
-    Of the lines between them, only the time is read.
-    """
+    """Returns the last line of the attempt, and the line ``RATE_SECONDS`` before it, or the first one."""
     oldest = b""
     for line in reversed(minutes):
         head = _HEAD.match(line, BODY_AT)

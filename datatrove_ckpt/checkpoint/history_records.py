@@ -2,9 +2,9 @@
 
 For people, ``status`` and ``report``. Recovery does not need it, so damage costs the line and never the run.
 
-Each line has a checksum (``lines``) and is a JSON object with the key "k", the kind of the line, "at", Unix seconds,
-and "n", the number of the attempt, from 1. This number is the owner's fence in ``run.json``, so it counts every start
-that took the rank over, also one that left no line here.
+Each line has a checksum (``lines``) and is a JSON object with the keys "k", the kind of the line, "at", Unix seconds,
+and "n", the number of the attempt, from 1: the owner's fence in ``run.json``, which also counts starts that left no
+line here.
 
     k           keys
     start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our version)
@@ -13,8 +13,8 @@ that took the rank over, also one that left no line here.
     spread      ms, pt, ct: see ``Spread``
     end         why, what
 
-Keys and kinds that are not known here are ignored: a later release may have written them. Lines are in the order in
-which they were written. The log is bounded (``history_log``): of older attempts and hours, some lines are left out.
+Readers ignore keys and kinds of later releases. The log is bounded (``history_log``): of older attempts and hours, some
+lines are left out.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _COUNTS = len(fields(DocumentCounts))
 
 
 class InputPosition(NamedTuple):
-    """How much of its input a rank has behind it.
+    """How much of its input a rank has read.
 
-    ``done``, ``total``: in ``unit``, "bytes" or "rows". ``total`` is None if the input's size is not known; ``unit`` is
-    None if not even the position is, and then ``done`` is 0.
+    ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit`` is None if not even
+    the position is, and then ``done`` is 0.
     """
 
     done: int = 0
@@ -74,7 +74,7 @@ class InputPosition(NamedTuple):
 
 
 class Silence(NamedTuple):
-    """For how long no request was answered, although some failed, and after how long the rank stops for it.
+    """For how long requests failed and none was answered, and after how long the rank stops for it.
 
     ``unreachable``: no server can be reached. ``model``: whose servers, if there are several models.
     """
@@ -86,7 +86,7 @@ class Silence(NamedTuple):
 
     @property
     def lasts(self) -> bool:
-        """Whether it has to be said: shorter ones are everyday life."""
+        """Whether people are told of it."""
         return self.seconds >= _LASTS
 
     def __str__(self) -> str:
@@ -108,9 +108,9 @@ class Silence(NamedTuple):
 class Wait(NamedTuple):
     """What a rank waits for.
 
-    ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``: seconds for which the
-    oldest request in flight is under way, and ``document`` the id of its document. ``all_started``: no document of the
-    input is left to be started.
+    ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``: seconds since the oldest
+    request in flight was sent, and ``document`` the id of its document. ``all_started``: no document is left to be
+    started.
     """
 
     quiet: float = 0.0
@@ -161,7 +161,6 @@ class WorkCounts:
         return WorkCounts(**{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS}, errors=errors)
 
     def numbers(self) -> list[int]:
-        """All but the errors, in the order of the attributes."""
         return [getattr(self, name) for name in _WORK_NUMBERS]
 
     @classmethod
@@ -182,7 +181,7 @@ _WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.name !
 class _Record:
     """``at``: Unix seconds. ``attempt``: its number, from 1; 0 until the log writes the line.
 
-    Each kind's ``read`` raises KeyError, TypeError or ValueError if the JSON object is none of it.
+    Each kind's ``read`` raises KeyError, TypeError or ValueError if the JSON object is another one.
     """
 
     KIND: ClassVar[str]
@@ -193,7 +192,6 @@ class _Record:
         raise NotImplementedError
 
     def to_line(self) -> bytes:
-        """The line with its checksum."""
         head = {"k": self.KIND, "at": round(self.at, 3), "n": self.attempt}
         return seal(orjson.dumps(head | self.to_json()))
 
@@ -203,8 +201,8 @@ class Start(_Record):
     """An attempt starts: it has the rank's lock, and its checkpoint is open.
 
     Attributes:
-        job: of Slurm, as its commands name it; None outside of Slurm.
-        slot: of the executor's worker, from 0; None without workers.
+        job: of Slurm, as its commands name it.
+        slot: of the executor's worker, from 0.
         version: of this package.
     """
 
@@ -235,8 +233,8 @@ class ServerEvent(_Record):
 
     Attributes:
         name: of the server within the rank, such as "0".
-        url: without secrets; None if it has none yet.
-        why: of a death, one line; else empty.
+        url: without secrets.
+        why: of a death, one line.
     """
 
     KIND = "server"
@@ -264,14 +262,14 @@ class Progress(_Record):
 
     Attributes:
         seconds: of all attempts up to now ("s").
-        documents: all documents that are finished, in a commit or a journal, over all attempts, with their requests and
-            tokens, answers from the cache included ("d"). Exact, however many attempts were killed.
+        documents: all finished documents, in commits and journals of all attempts, with their requests and tokens,
+            answers from the cache included ("d"). Exact, however many attempts were killed.
         chunks: committed, over all attempts ("c").
-        total: what all attempts did ("all" and "err"); of one that was killed, its last minute is missing.
+        total: what all attempts did ("all" and "err"), without the last minute of those that were killed.
         own: what this attempt did ("own" and "own_err").
         in_flight: requests that a server has now ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
-        in_work: documents that are in work.
+        in_work: documents.
         wait: for answers, now ("w").
         silence: of the servers, until now ("out").
         position: how much of the input is done ("pos").
@@ -341,7 +339,6 @@ class Buckets(dict[int, int]):
     """
 
     def count(self, value: float, times: int = 1) -> None:
-        """Adds a value."""
         bucket = 0
         if value >= 1:
             bucket = int(math.log2(value) * 4) + 1
@@ -355,7 +352,6 @@ class Buckets(dict[int, int]):
 
     @staticmethod
     def lower(bucket: int) -> float:
-        """The smallest value of a bucket."""
         if bucket <= 0:
             return 0.0
         return float(2.0 ** ((bucket - 1) / 4))
@@ -372,9 +368,7 @@ class Buckets(dict[int, int]):
 
 @dataclass(slots=True, kw_only=True)
 class Spread(_Record):
-    """The requests of this attempt that servers answered, as histograms. The last one of an attempt has all of them.
-
-    Written every ten minutes and at the end.
+    """The requests of this attempt that servers answered, as histograms, every ten minutes and at the end.
 
     Attributes:
         milliseconds: from sending to the answer ("ms").
@@ -398,7 +392,7 @@ class Spread(_Record):
 
 @dataclass(slots=True, kw_only=True)
 class End(_Record):
-    """An attempt ended, and could say so. One that was killed, or lost its node, has no such line.
+    """An attempt ended. An attempt that was killed, or lost its node, has no such line.
 
     Attributes:
         what: "" if it is done; what asked it to stop, such as "SIGTERM"; or the error, without secrets.
@@ -423,7 +417,7 @@ _KINDS: dict[str, type[Record]] = {kind.KIND: kind for kind in (Start, ServerEve
 
 
 def parse_line(line: bytes) -> Record | None:
-    """The record in a line; None if it is damaged, or of a kind that is not known here."""
+    """Returns the record in a line; None if it is damaged, or of an unknown kind."""
     body = unseal(line)
     if body is None:
         return None
@@ -445,7 +439,7 @@ def is_progress_line(line: bytes) -> bool:
 
 
 def _text(value: object) -> str:
-    """A text of a file, made fit for a terminal: anybody may have written it."""
+    """Returns a text of a file, made fit for a terminal: anybody may have written the file."""
     if not isinstance(value, str):
         raise TypeError("a text is missing")
     text = value[:_MAX_TEXT]

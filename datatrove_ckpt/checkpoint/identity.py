@@ -1,8 +1,8 @@
 """One run, one identity, one owner: ``run.json``.
 
-The identity is a flat dict of plain JSON values, which the caller makes. This module keeps and compares it. Where
-another release has described the user's code in another way, all but the code is compared, and the code from the next
-start on. ``run.json`` is replaced atomically, so a crash leaves either description, and both are accepted.
+The identity is a flat dict of plain JSON values, which the caller makes. Where another release has described the user's
+code in another way, all but the code is compared, and the code from the next start on. ``run.json`` is replaced
+atomically, so a crash leaves either description, and both are accepted.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process that finds another
 owner in the file stops before its next write. Locks (``files.Lock``) keep a second process from starting. The fence
@@ -25,11 +25,11 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import orjson
 import xxhash
@@ -70,7 +70,7 @@ _ANSWERING = ("canned_answers", "model_kwargs", "models", "use_chat")
 
 
 def of_model(name: str) -> str:
-    """A field of one of several models as that of a single one: ``model_kwargs`` of ``judge.model_kwargs``."""
+    """Returns a field of one of several models as the field of a single model: ``model_kwargs``."""
     head, _, inner = name.partition(".")
     if head in _USERS_FIELDS:
         return name
@@ -78,7 +78,7 @@ def of_model(name: str) -> str:
 
 
 def decides(name: str) -> bool:
-    """Whether a field of the identity, of any model, decides about an answer and is in no payload."""
+    """Whether a field of the identity decides about an answer and is in no payload."""
     return of_model(name) in _ANSWERING
 
 
@@ -93,22 +93,21 @@ class RunIdentity:
 
     @cached_property
     def kept(self) -> Json:
-        """The fields as files keep them."""
         return as_kept(self.fields)
 
     @property
     def digest(self) -> str:
-        """The same for two runs with the same fields."""
+        """Equal for two runs with the same fields."""
         return str(xxhash.xxh3_64_hexdigest(comparable("", self.kept)))
 
 
 def fields_without_secrets(fields: Json) -> Json:
-    """The fields of an identity, with hashes in the place of the user's secrets."""
+    """Returns the fields of an identity, with hashes in the place of the user's secrets."""
     found = environment_secrets(is_surely_secret).values()
     return {name: _field_without_secrets(name, value, found) for name, value in fields.items()}
 
 
-def _field_without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
+def _field_without_secrets(name: str, value: object, found: Collection[str] | None = None) -> object:
     is_users = of_model(name).partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
     if is_users:
         return without_secrets(name, value, found)
@@ -116,7 +115,7 @@ def _field_without_secrets(name: str, value: object, found: Collection[str] | No
 
 
 def without_its_secrets(content: Json) -> Json:
-    """The content of a ``run.json`` or ``job.json``, with hashes in the place of secrets."""
+    """Returns the content of a ``run.json`` or ``job.json``, with hashes in the place of secrets."""
     clean = fields_without_secrets(content)
     if accepted := content.get("accepted_changes"):
         clean["accepted_changes"] = [_change_without_secrets(change) for change in accepted]
@@ -129,7 +128,7 @@ def _change_without_secrets(change: Json) -> Json:
 
 
 def as_kept(fields: Json) -> Json:
-    """Through JSON and back, so that what is compared is what is kept: a tuple becomes a list, 1.0 stays 1.0."""
+    """Returns fields as files keep them: a tuple becomes a list, 1.0 stays 1.0."""
     kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
     return fields_without_secrets(kept)
 
@@ -160,14 +159,14 @@ NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, "owner", "accepted_changes", "f
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
-def stamped(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity as this version writes it: with its format and its version in front."""
+def stamped(fields: Json) -> Json:
+    """Returns an identity as this version writes it: with its format and its version in front."""
     rest = {name: value for name, value in fields.items() if name not in (FORMAT_KEY, WRITTEN_BY)}
     return {FORMAT_KEY: FORMAT, WRITTEN_BY: __version__, **rest}
 
 
-def settings_in(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity in the content of ``run.json`` or ``job.json``: the settings that all ranks of a run share."""
+def settings_in(content: Json) -> Json:
+    """Returns the settings that all ranks of a run share, from the content of ``run.json`` or ``job.json``."""
     return {name: value for name, value in content.items() if name not in NO_SETTINGS}
 
 
@@ -176,7 +175,6 @@ def check_format(where: object, content: object, known: int = FORMAT, written_by
 
     Args:
         where: the file, for the message.
-        content: of the file; its ``format`` is compared.
         known: the newest format of such files.
         written_by: the version that wrote it, if ``content`` does not say.
 
@@ -222,22 +220,23 @@ _OF_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports|use
 OUTPUT_FOLDER = "output_folder"
 """In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the identity: files may
 be moved. Tasks that run at one time must agree about it."""
-_LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})  # reshards: see ``refuse_resharded``
+# "reshards": an unreleased build has changed the number of tasks of the run, so its ranks read parts of files.
+_LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
 
 
 class Change(NamedTuple):
-    """A field in which two runs differ: both values, and as text, which tells null from a field that is not set."""
+    """A field in which two runs differ: both values, and both as text, which tells null from a missing field."""
 
     field: str
-    old: Any
-    new: Any
+    old: object
+    new: object
     shown_old: str
     shown_new: str
     note: str | None
 
     @property
     def is_layout(self) -> bool:
-        """The content of the folder depends on the field, so another value is refused even with accept_changes."""
+        """The content of the folder depends on the field, so accept_changes does not accept it."""
         return self.field in _LAYOUT
 
 
@@ -253,18 +252,18 @@ class Owner(TypedDict):
 
 
 def new_owner(fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0) -> Owner:
-    """This process as an owner, with a nonce of its own. With fence 0 no process has worked on the rank."""
+    """Returns this process as an owner, with a nonce of its own. Fence 0: no process has worked on the rank."""
     host = socket.gethostname()
     pid = os.getpid()
     return Owner(fence=fence, host=host, pid=pid, nonce=secrets.token_hex(8), earlier=earlier or {}, commits=commits)
 
 
 class Fence:
-    """Tells whether this process is still the owner of a rank. Made by ``RunClaim.take``. Any thread may use it."""
+    """Tells whether this process is still the owner of a rank. Any thread may use it."""
 
     def __init__(self, path: Path, owner: Owner) -> None:
         self._path = path
-        self._owner = owner
+        self.owner = owner
         self.number = owner["fence"]
         """How many processes have owned the rank, with this one: the number of the attempt."""
         self.lost = False
@@ -284,11 +283,11 @@ class Fence:
         if not thorough and self._stamp() == self._seen:
             return
         owner = read_run(self._path).get("owner", {})
-        if owner != self._owner:
+        if owner != self.owner:
             self.lost = True
             raise Fenced(
                 f"Another process has taken over {self._path.parent}: {owner.get('host')} pid {owner.get('pid')}, "
-                f"start number {owner.get('fence')}; this one, number {self._owner['fence']}, writes nothing more. "
+                f"start number {owner.get('fence')}; this one, number {self.owner['fence']}, writes nothing more. "
                 "What it saved before is kept."
             )
         self._seen = self._stamp()
@@ -326,37 +325,36 @@ class RunClaim:
         self._path = folder / RUN
         self._fields = identity.kept
         self._fence = 0
-        self.commits = 0
-        """How many commits there were when the owner before this one started."""
         self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
-        old = read_run(self._path) if self._path.exists() else {}
-        self.is_first = not old
-        """Whether no process has owned the rank before."""
-        if old:
+        self.before: Json = {}
+        """The content of ``run.json``; empty if no process has owned the rank."""
+        if self._path.exists():
+            self.before = old = read_run(self._path)
             changes = compare(old, identity)
             if not describe_alike(old, identity.fields):
                 logger.warning(
                     f"{self._path}: another version of datatrove-ckpt described the code of this run in another way, "
                     "so the code is not compared this time. From now on it is."
                 )
-            owner = old.pop("owner", {})
+            owner = old.get("owner", {})
             self._fence = owner.get("fence", 0)
-            self.commits = owner.get("commits", 0)
-            self._earlier = owner.get("earlier", {})
+            self._earlier |= owner.get("earlier", {})
             if "nonce" in owner:
                 self._earlier[owner["nonce"]] = None
-            self._accepted = old.pop("accepted_changes", [])
+            self._accepted += old.get("accepted_changes", [])
             self._accepted += _accept(folder, changes, accept_changes)
         else:
             refuse_missing_run_json(folder)
 
-    def take(self, commits: int = 0) -> Fence:
+    def take(self, commits: int | None = None) -> Fence:
         """Writes ``run.json``. A process that owned the rank before notices this before its next write.
 
         Args:
-            commits: the number of commits that the rank has now.
+            commits: the number of commits that the rank has now; None: as many as ``run.json`` names.
         """
+        if commits is None:
+            commits = self.before.get("owner", {}).get("commits", 0)
         owner = new_owner(self._fence + 1, self._earlier, commits)
         kept = {**self._fields, "owner": owner}
         if self._accepted:
@@ -376,7 +374,7 @@ def read_run(path: Path) -> Json:
 
 
 def run_with_secrets(path: Path) -> Json:
-    """``read_run``, with the secrets that an earlier release may have written."""
+    """Returns what ``read_run`` does, with the secrets that an earlier release may have written."""
     try:
         with explained("read", path), path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -388,7 +386,7 @@ def run_with_secrets(path: Path) -> Json:
 
 
 def parse_run(path: Path | str, data: bytes) -> Json:
-    """The content of ``run.json`` or ``job.json`` from its bytes.
+    """Returns the content of ``run.json`` or ``job.json`` from its bytes.
 
     Raises:
         CheckpointCorrupt: they hold no run. The message names ``path``.
@@ -406,7 +404,7 @@ def parse_run(path: Path | str, data: bytes) -> Json:
 
 
 def not_readable(path: Path | str) -> str:
-    """What to say about a checkpoint of another user."""
+    """Says that a checkpoint is another user's."""
     return (
         f"{path}: permission denied. Checkpoints are private, because they hold documents and answers. Run this "
         "command as the user who made them"
@@ -453,7 +451,7 @@ def _accept(folder: Path, changes: list[Change], accept: bool) -> list[Json]:
 
 
 def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> list[Change]:
-    """The fields in which a run differs from the one that is kept, as ``run.json`` or ``job.json`` has it.
+    """Returns the fields in which a run differs from the content of a ``run.json`` or ``job.json``.
 
     Args:
         with_output: compare ``output_folder``, too.
@@ -477,13 +475,12 @@ def describe_alike(old: Json, new: Json) -> bool:
 
 
 def without_code(fields: Json) -> Json:
-    """The fields that mean the same in every version."""
+    """Returns the fields that mean the same in every version."""
     return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
-def refusal(what: str, changes: Iterable[Change], *way_out: object) -> CheckpointMismatch:
-    """The error for a run that differs from the one that is kept: each field with both values, then the way out."""
-    changes = list(changes)
+def refusal(what: str, changes: Sequence[Change], *way_out: object) -> CheckpointMismatch:
+    """Returns the error for a run that differs from the one that is kept: fields with both values, then the way out."""
     lines = [line for one in changes for line in _lines(one)]
     notes = [f"  ({change.note})" for change in changes if change.note and not change.field.startswith(change.note)]
     shown = "\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes])])
@@ -491,27 +488,21 @@ def refusal(what: str, changes: Iterable[Change], *way_out: object) -> Checkpoin
 
 
 def _lines(change: Change) -> list[str]:
-    """A field with both values; of two mappings, what differs."""
+    """A field with both values; of two mappings, the values that differ."""
     field, old, new = change[:3]
-    are_mappings = isinstance(old, dict) and isinstance(new, dict)
-    keys = []
-    if are_mappings:
+    if isinstance(old, dict) and isinstance(new, dict):
         keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
-    if not keys:
-        return [f"  {written(field)}: {change.shown_old} -> {change.shown_new}"]
-    return [f"  {written(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys]
+        if keys:
+            return [f"  {written(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys]
+    return [f"  {written(field)}: {change.shown_old} -> {change.shown_new}"]
 
 
-def way_back(changes: Iterable[Change], may_mix: bool = True) -> list[object]:
-    """What to do about changes that were not accepted, as parts of a message."""
-    changes = list(changes)
+def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
+    """Returns what helps against changes that were not accepted, as parts of a message."""
     folders = [", or choose ", StartOver(), " for the new ones"]
-    if [change.field for change in changes] == ["tasks"] and changes[0].old:
-        old = changes[0].old
-        finished = (
-            f", and set finished_from to the old {written.finished_folders}: finished documents keep their results."
-        )
-        return [f"Go on with {plural(old, 'task')} (", Tasks(old), ")", *folders, finished]
+    old = changes[0].old
+    if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
+        return [f"Go on with {plural(old, 'task')} (", Tasks(old), ")", *folders, f"{written.old_results}."]
     go_on = ["Go on with the old settings", *folders]
     if not may_mix or any(change.is_layout for change in changes):
         return [*go_on, "."]
@@ -519,13 +510,13 @@ def way_back(changes: Iterable[Change], may_mix: bool = True) -> list[object]:
 
 
 def records(changes: Iterable[Change]) -> list[Json]:
-    """Changes that were accepted, as ``run.json`` and ``job.json`` keep them."""
+    """Returns accepted changes as ``run.json`` and ``job.json`` keep them."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [{"when": when, "field": change.field, "old": change.old, "new": change.new} for change in changes]
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
-    """Field, old and new value, as short JSON, of changes that were accepted, each once. Not: where the output is."""
+    """Returns field, old and new value, as short JSON, of accepted changes, but not of the output's place."""
     found = {
         (str(change.get("field")), _shown(change, "old"), _shown(change, "new")): None
         for change in changes
@@ -556,11 +547,7 @@ _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see re
 
 
 def comparable(name: str, value: object) -> bytes:
-    """The same bytes for two values of this setting that are the same.
-
-    Args:
-        value: anything that JSON can express.
-    """
+    """Returns equal bytes for two values of this setting that are the same."""
     return orjson.dumps(_plain(name, value))
 
 
@@ -576,7 +563,7 @@ def same_value(name: str, old: object, new: object) -> bool:
     return bool(old == new)
 
 
-def _plain(name: str, value: Any, ordered: bool = False) -> Any:
+def _plain(name: str, value: object, ordered: bool = False) -> object:
     if isinstance(value, dict):
         ordered = ordered or any(part in name for part in _ORDERED)
         inside = ordered or name.endswith("params")
@@ -591,6 +578,6 @@ def _plain(name: str, value: Any, ordered: bool = False) -> Any:
 
 
 def holds_work(folder: Path) -> bool:
-    """Whether a rank's folder holds a commit, a line of a journal, or a cached answer. Changes nothing."""
+    """Whether a rank's folder holds a commit, a line of a journal, or a cached answer."""
     written = [folder / COMMITS, *(journal_path(folder, index) for index in journal_indices(folder))]
     return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(folder / CACHE)

@@ -1,8 +1,8 @@
-"""What a rank is about to publish, on its disk before any of it appears in the output folder.
+"""Intents: what a rank is about to publish, on its disk before any of it appears in the output folder.
 
 A file that stands where a rank publishes is replaced only if its content is named here: then an earlier attempt of this
-rank published it. A chunk that is written again, by another version of zlib or pyarrow perhaps, has other bytes. Every
-other content belongs to another job, and stays.
+rank published it. A chunk that is written again, by another version of zlib perhaps, has other bytes. Any other content
+belongs to another job, and stays.
 
 A rank without this file may have published anything: an earlier release began it, it came from a mirror, or ``repair``
 rebuilt its commits. Then ``ChunkOutput.prepare`` takes the files under the rank's names for its own, once.
@@ -29,9 +29,6 @@ _ADVICE = (
 class Intents:
     """The content that a rank may have published, as hashes by file name: a line for each time that a chunk is written.
 
-    Args:
-        folder: the rank's folder.
-
     Raises:
         CheckpointCorrupt: the file is damaged.
         StorageFailed: the file cannot be read.
@@ -49,15 +46,14 @@ class Intents:
 
     @property
     def names(self) -> set[str]:
-        """The names of the files."""
         return set(self._hashes)
 
     def hashes(self, name: str) -> set[str]:
-        """The hashes of the content that this rank may have published under the name."""
+        """Returns the hashes of the content that this rank may have published under the name."""
         return self._hashes.get(name, set())
 
     def add(self, hashes: Mapping[str, str]) -> None:
-        """Names the content of files, by file name. This survives power loss once ``add`` returns."""
+        """Names the content of files, by file name. It survives power loss once ``add`` returns."""
         if self._file is None:
             self._file = self._open()
         self._file.append(seal(orjson.dumps(hashes)))
@@ -66,7 +62,6 @@ class Intents:
         self.is_kept = True
 
     def _open(self) -> files.AppendFile:
-        """Cuts off a torn line."""
         if self.is_kept and self.path.stat().st_size > self._whole:
             files.disk.truncate(self.path, self._whole)
         return files.AppendFile(self.path)

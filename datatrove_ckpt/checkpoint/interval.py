@@ -1,16 +1,15 @@
 """Seconds between two saves: a number that the user sets, or "auto", which keeps saving at a set share of the time.
 
 No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on another. "auto"
-times each save and chooses the interval at which the last few saves take ``share`` of the time. CheckFreq tunes itself
-this way (Mohan, Phanishayee and Chidambaram, FAST'21).
+times each save, as CheckFreq does (Mohan, Phanishayee and Chidambaram, FAST'21):
 
     interval = mean of the last RECENT durations / share, but never below shortest or above longest
 
-We use the mean because it keeps the share even if one save in a hundred takes a second, and we use several saves
-because a single slow one would stretch the next interval, and so the possible loss, to the maximum.
+The mean keeps the share even if one save in a hundred takes a second. Several saves count, because a single slow one
+would stretch the next interval, and so the possible loss, to the maximum.
 
-``young``, ``daly`` and ``efficiency`` know how often everything that is not saved gets lost, too: every M seconds on
-average (the MTBF), at random. A save takes C seconds, in which the work stops, and a restart R.
+``young``, ``daly`` and ``efficiency`` also know that everything that is not saved gets lost every M seconds on average
+(the MTBF). A save takes C seconds, in which the work stops, and a restart R.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def young(save_cost: float, mtbf: float) -> float:
 
 
 def daly(save_cost: float, mtbf: float) -> float:
-    """The same to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >= 2M.
+    """The best seconds to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >= 2M.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
     """
@@ -50,8 +49,7 @@ def daly(save_cost: float, mtbf: float) -> float:
 def efficiency(interval: float, save_cost: float, mtbf: float, restart: float = 0.0) -> float:
     """Useful time divided by all time, from 0 to 1, with T seconds of work between two saves.
 
-    T / (M * exp(R/M) * (exp((T + C) / M) - 1)), as in Daly 2006: saves and restarts may be interrupted, too. Of all
-    time, 1 - exp(-R/M) are restarts, at every interval.
+    T / (M * exp(R/M) * (exp((T + C) / M) - 1)), as in Daly 2006: saves and restarts may be interrupted, too.
     """
     exponent = (interval + save_cost) / mtbf
     if 0 < exponent < 700:
@@ -75,7 +73,6 @@ class Tuning:
     first: float
 
     def interval(self, durations: Sequence[float]) -> float:
-        """Returns the seconds to wait after saves that took ``durations`` seconds."""
         if not durations:
             return self.first
         recent = durations[-RECENT:]
@@ -101,17 +98,14 @@ class Interval:
         self._durations: list[float] = []
 
     def took(self, duration: float) -> None:
-        """Records the duration of a save, in seconds."""
         if self._tuning is not None:
             self._durations = [*self._durations, duration][-RECENT:]
             self.seconds = self._tuning.interval(self._durations)
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Checks that a setting is a valid ``Seconds``.
-
-    Raises:
-        ConfigError: it is not. The message names the setting.
+    """Raises:
+    ConfigError: a setting is no ``Seconds``. The message names the setting.
     """
     is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     if value != "auto" and not is_valid:

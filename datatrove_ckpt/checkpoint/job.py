@@ -3,11 +3,10 @@
 The ranks' ``run.json`` files are the truth. ``job.json`` says that they were compared with each other, so that a rank
 that starts reads one file, and not those of a thousand other ranks. A rank that finds none, or one that differs, takes
 ``job.lock``, compares itself with all other ranks, replaces ``job.json``, and keeps the lock until its own ``run.json``
-is written. A crash on the way leaves a ``job.json`` that no rank has used yet. It refuses nobody: the next rank that
-differs from it looks at the other ranks again.
+is written. A crash on the way leaves a ``job.json`` that no rank has used yet: the next rank that differs from it looks
+at the other ranks again.
 
 A rank takes part in the comparison if it holds work, or if the process that wrote its ``run.json`` still has its lock.
-Others have nothing that could be mixed up.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import (
@@ -75,23 +74,19 @@ class JobChanges:
         self.changes += [change for change in changes if change not in self.changes]
 
     def join(self, other: JobChanges) -> None:
-        """Adds what was found elsewhere, of other ranks."""
+        """Adds changes of other ranks."""
         self.ranks = sorted([*self.ranks, *other.ranks])
         self.changes += [change for change in other.changes if change not in self.changes]
         self.empty += other.empty
 
 
 class KeptRun(NamedTuple):
-    """What is kept of a rank: its ``run.json``, whether that binds the rank to its run, and in which state it is."""
+    """A rank's ``run.json``, whether that binds the rank to its run, and in which state the rank is."""
 
     run: Json
     is_bound: Callable[[], bool]
     is_finished: Callable[[], bool]
     is_live: Callable[[], bool]
-
-
-Counts: TypeAlias = Callable[[Change], bool]
-"""Whether a change is one that counts."""
 
 
 @contextmanager
@@ -108,10 +103,9 @@ def join_job(
         CheckpointMismatch: another rank belongs to another run; the message names each field with both values.
         CheckpointLocked: another process has kept ``job.lock`` for a minute.
     """
-    is_current = _is_current(root, identity)
-    guard = None if is_current else _guard(root, identity)
+    guard = None if _is_current(root, identity) else _guard(root, identity)
     try:
-        if not (is_current or _is_current(root, identity)):
+        if guard is not None and not _is_current(root, identity):
             content = _next_job(root, rank, identity, accept_changes)
             if _read(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
                 check_output()
@@ -125,10 +119,9 @@ def join_job(
 
 
 def recorded_output(root: Path, runs: Iterable[Json]) -> str | None:
-    """Returns the output folder of the last start, which finished ranks may not name; None if nothing names it.
+    """Returns the output folder of the last start, which finished ranks may not name.
 
     Args:
-        root: ``checkpoints_local_dir``.
         runs: the content of each ``run.json``, for a folder without ``job.json``.
     """
     contents = list(runs)
@@ -156,34 +149,31 @@ def note_output(root: Path, folder: str) -> None:
 
 
 def compare_job(
-    root: Path, identity: RunIdentity, ranks: Collection[int] | None = None, counts: Counts = lambda change: True
+    root: Path, identity: RunIdentity, ranks: Collection[int] | None = None, only_tasks: bool = False
 ) -> JobChanges:
     """Compares a job that is about to start with its ranks, finished ones included. Changes nothing.
 
     Args:
-        root: ``checkpoints_local_dir``.
         ranks: look at these only, if ``job.json`` agrees with the job. None: look at all that have a folder.
-        counts: which differences matter.
+        only_tasks: see ``compare_kept``.
     """
     if ranks is None or not _agrees(root, identity):
         ranks = rank_numbers(root) if root.exists() else []
-    return _compare_ranks(root, ranks, identity, counts)
+    return _compare_ranks(root, ranks, identity, only_tasks)
 
 
 def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
-    """Refuses another number of tasks than that of the ranks in a folder, for commands that start nothing.
-
-    Raises:
-        CheckpointMismatch: with both numbers, and the way out.
+    """Raises:
+    CheckpointMismatch: the ranks have another number of tasks; with both numbers, and the way out.
     """
-    found = compare_job(root, identity, None, lambda change: change.field == "tasks")
+    found = compare_job(root, identity, only_tasks=True)
     if found.changes:
         what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
         raise refusal(what, found.changes, *way_back(found.changes))
 
 
 def name_tasks(ranks: list[int]) -> str:
-    """Ranks for messages, the first few by number: "tasks 0, 1"."""
+    """Names ranks in a message, the first few by number: "tasks 0, 1"."""
     noun = "task" if len(ranks) == 1 else "tasks"
     shown = f"{noun} {', '.join(map(str, ranks[:5]))}"
     if len(ranks) <= 5:
@@ -192,7 +182,7 @@ def name_tasks(ranks: list[int]) -> str:
 
 
 def tasks_of(root: Path) -> int:
-    """The number of tasks of a run that has begun; 0: no file that can be read tells it."""
+    """Returns the number of tasks of a run that has begun; 0 if no readable file names it."""
     ranks = rank_numbers(root) if root.is_dir() else []
     for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
         with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
@@ -202,7 +192,6 @@ def tasks_of(root: Path) -> int:
 
 
 def _read(root: Path) -> Json:
-    """The content of ``job.json``; empty if there is none."""
     path = root / JOB
     if path.exists():
         return read_run(path)
@@ -226,7 +215,7 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
 
 
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
-    """Takes ``job.lock``. None: while this rank waited for it, another one has written a ``job.json`` that agrees."""
+    """Takes ``job.lock``. None: while this rank waited, another rank has written a ``job.json`` that agrees."""
     deadline = time.monotonic() + _GUARD_SECONDS
     while True:
         try:
@@ -240,7 +229,7 @@ def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
 
 
 def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> bytes:
-    """The content of the next ``job.json``, after a comparison with all other ranks."""
+    """Returns the content of the next ``job.json``, after a comparison with all other ranks."""
     others = _compare_ranks(root, [other for other in rank_numbers(root) if other != rank], identity)
     if others.changes and (not accept or others.is_layout):
         raise _refusal(root, others)
@@ -248,7 +237,7 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
 
 
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
-    """The content of a ``job.json`` that comes after one with the content ``before``."""
+    """Returns the content of a ``job.json`` that follows the content ``before``."""
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
     job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
     return sealed_json(job)
@@ -259,12 +248,10 @@ def _refusal(root: Path, found: JobChanges) -> Exception:
     return refusal(what, found.changes, *way_back(found.changes))
 
 
-def _compare_ranks(
-    root: Path, ranks: Iterable[int], identity: RunIdentity, counts: Counts = lambda change: True
-) -> JobChanges:
+def _compare_ranks(root: Path, ranks: Iterable[int], identity: RunIdentity, only_tasks: bool = False) -> JobChanges:
     runs = {rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()}
     kept = {rank: _kept_here(rank_folder(root, rank), run) for rank, run in runs.items()}
-    return compare_kept(kept, _read(root), identity, counts)
+    return compare_kept(kept, _read(root), identity, only_tasks)
 
 
 def _kept_here(folder: Path, run: Json) -> KeptRun:
@@ -274,17 +261,19 @@ def _kept_here(folder: Path, run: Json) -> KeptRun:
     return KeptRun(run, lambda: holds_work(folder) or is_live(), lambda: is_finished(folder), is_live)
 
 
-def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, counts: Counts) -> JobChanges:
+def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, only_tasks: bool) -> JobChanges:
     """Compares a job with what is kept of its ranks, by rank.
 
     Args:
         job: the content of ``job.json``; empty if there is none.
-        counts: which differences matter.
+        only_tasks: compare the number of tasks, and nothing else.
     """
     found = JobChanges()
     accepted = _accepted([job, *(each.run for each in kept.values())])
     for rank, each in kept.items():
-        changes = [change for change in compare(each.run, identity, with_output=True) if counts(change)]
+        changes = compare(each.run, identity, with_output=True)
+        if only_tasks:
+            changes = [change for change in changes if change.field == "tasks"]
         if any(change.field == OUTPUT_FOLDER for change in changes) and not each.is_live():
             changes = [change for change in changes if change.field != OUTPUT_FOLDER]
         if changes and not each.is_bound():
@@ -298,13 +287,13 @@ def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, 
 
 
 def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
-    """What the user has accepted before: field, old and new value. It holds for all ranks that were finished then."""
+    """Field, old and new value of what the user has accepted. It holds for all ranks that were finished then."""
     changes = [change for content in kept for change in content.get("accepted_changes", [])]
     return [(change.get("field"), change.get("old"), change.get("new")) for change in changes]
 
 
 def _is_live(folder: Path, run: Json) -> bool:
-    """Whether the process that wrote ``run.json`` works on the rank. One that has only the lock compares itself."""
+    """Whether the process that wrote ``run.json`` works on the rank. A process with the lock alone compares itself."""
     holder = files.lock_holder(folder / LOCK)
     owner = run.get("owner", {})
     return holder is not None and all(holder.get(name) == owner.get(name) for name in ("host", "pid"))

@@ -1,8 +1,7 @@
 """ChunkJournal: the finished documents of one unfinished chunk, in the order in which they finished.
 
 A document is finished once its line is written. The journal keeps the offset and length of each ordinal's line (12
-bytes per document, so a chunk of 100,000 documents costs about a megabyte), and reads the lines back in input order,
-about a megabyte at a time.
+bytes per document, so a chunk of 100,000 documents costs about a megabyte), and reads the lines back in input order.
 
 It reads a megabyte at a time because of the event loop. A thread that reads one line after another releases the GIL for
 a moment at each read, and takes it again before a waiting thread is awake. It never holds the GIL for the 5 ms after
@@ -69,17 +68,16 @@ Count: TypeAlias = Callable[[list[Took]], None]
 
 @dataclass(slots=True)
 class Finished:
-    """A finished document.
+    """A finished document. Lines of earlier releases have no ``work`` and no ``ends``.
 
     Attributes:
         fingerprint: hash of the document as it was read.
         document: JSON of the document as it will be written; of the dead letter for "dead"; ``null`` for "dropped".
         requests, prompt_tokens, completion_tokens: totals of its rollouts, answers from the cache included.
-        work: the same of each rollout and request. None: an earlier release wrote the line; or there was one rollout
-            with at most one request, which was answered, and its result was kept unless the document is dropped.
+        work: of each rollout and request. None, too, if there was one rollout with at most one request, which was
+            answered, and its result was kept unless the document is dropped.
         seconds: what the rank took until the line was written, if the line says it.
-        ends: number of its answers, of those that were cut off, and of empty ones. Zeros: it has no answer, or an
-            earlier release wrote the line.
+        ends: number of its answers, of those that were cut off, and of empty ones.
     """
 
     ordinal: int
@@ -95,7 +93,6 @@ class Finished:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Its requests and tokens, and how its answers ended."""
         return self.requests, self.prompt_tokens, self.completion_tokens, *self.ends
 
     @property
@@ -189,7 +186,7 @@ class ChunkJournal:
         count: gets what these documents took.
 
     Raises:
-        CheckpointCorrupt: a line that no crash can leave, or that belongs to another chunk.
+        CheckpointCorrupt: see ``read_finished``.
     """
 
     def __init__(self, path: Path, first_ordinal: int, end: int | None = None, count: Count | None = None) -> None:
@@ -220,7 +217,6 @@ class ChunkJournal:
             files.disk.truncate(self.path, size)
 
     def append(self, group: Iterable[Finished]) -> None:
-        """Appends the group with one write."""
         ordinals = []
         lines = []
         for finished in group:
@@ -236,7 +232,6 @@ class ChunkJournal:
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
         return self._file.size
 
     def read_in_order(self) -> Generator[Finished, None, None]:
@@ -256,7 +251,6 @@ class ChunkJournal:
                     yield Finished.from_body(body)
 
     def _megabytes(self) -> Generator[range, None, None]:
-        """Yields ranges of lines in input order, each about a megabyte long."""
         start = size = 0
         for index, length in enumerate(self._lengths):
             if size and size + length > _READ_BYTES:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
@@ -56,32 +55,31 @@ _RETRY = re.compile(r"retry-([0-9]{5,18})")
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file in or beside an output folder is no output: a staged file, or the record of an owner."""
+    """Whether a file in or beside an output folder is a staged file, or the record of an owner."""
     return OUTPUT_STAGING in name or OWNER in name
 
 
 def rank_folder(root: Path, rank: int) -> Path:
-    """The folder of one rank below ``checkpoints_local_dir``, or below the folder of a retry."""
+    """Returns the folder of a rank below ``checkpoints_local_dir``, or below the folder of a retry."""
     return root / f"{rank:05d}"
 
 
 def is_rank(name: str) -> bool:
-    """Whether the folder of a rank has this name."""
     return _RANK.fullmatch(name) is not None and name == f"{int(name):05d}"
 
 
 def rank_numbers(root: Path) -> list[int]:
-    """The ranks that have a folder below ``checkpoints_local_dir`` or below a retry's folder, in ascending order."""
+    """Returns the ranks that have a folder below ``root``, in ascending order."""
     return sorted(int(path.name) for path in root.iterdir() if is_rank(path.name))
 
 
 def last_chunk_file(root: Path, rank: int) -> Path:
-    """The file that shows people and other tools the rank's progress."""
+    """Returns the file that shows people and other tools the rank's progress."""
     return last_chunk_of(rank_folder(root, rank))
 
 
 def last_chunk_of(folder: Path) -> Path:
-    """The same, from a rank's folder."""
+    """Returns ``last_chunk_file`` from a rank's folder."""
     return folder.parent / "last_chunk" / f"{folder.name}.txt"
 
 
@@ -97,12 +95,10 @@ def is_datatroves(last_chunk: Path) -> bool:
 
 
 def journal_path(folder: Path, chunk_index: int) -> Path:
-    """The journal of a chunk in a rank's folder."""
     return folder / journal_name(chunk_index)
 
 
 def journal_name(chunk_index: int) -> str:
-    """Its name."""
     return f"chunk_{chunk_index:05d}.jsonl"
 
 
@@ -113,7 +109,7 @@ def is_journal(name: str) -> bool:
 
 
 def journal_indices(folder: Path) -> list[int]:
-    """The chunks that have a journal in a rank's folder, in ascending order.
+    """Returns the chunks that have a journal in a rank's folder, in ascending order.
 
     Raises:
         CheckpointCorrupt: a file is named like a journal, but no run gives such a name.
@@ -129,10 +125,8 @@ def journal_indices(folder: Path) -> list[int]:
 
 
 def check_files(folder: Path, last_chunk: Path) -> None:
-    """Checks that what must be a file in a rank's folder is one, or is missing.
-
-    Raises:
-        CheckpointCorrupt: something else has the name of a file, or of the folder itself.
+    """Raises:
+    CheckpointCorrupt: something else has the name of a file of the rank's folder, or of the folder itself.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointCorrupt(folder, " is not a folder. Move it away: a rank's checkpoint has this name.")
@@ -154,20 +148,17 @@ def is_finished(folder: Path) -> bool:
 
 
 def retry_folder(root: Path, number: int) -> Path:
-    """The folder of the ``number``-th retry of dead letters, counted from 1."""
+    """Returns the folder of the ``number``-th retry of dead letters, counted from 1."""
     return root / f"retry-{number:05d}"
 
 
 def retry_folders(root: Path) -> list[Path]:
-    """The folders of retries below ``checkpoints_local_dir``, in ascending order.
-
-    It lists the folder: who looks at all of thousands of ranks asks once, and not for each rank.
-    """
+    """Returns the folders of retries, in ascending order. It lists ``root``: with many ranks, call it once."""
     return sorted(root.glob(RETRIES))
 
 
 def retry_number(name: str) -> int | None:
-    """Returns the number of a retry from the name of its folder; None if the folder is not a retry's."""
+    """Returns the number of a retry from the name of its folder; None if it is no such name."""
     match = _RETRY.fullmatch(name)
     if match:
         return int(match[1])
@@ -177,26 +168,11 @@ def retry_number(name: str) -> int | None:
 # Folders that another program made, datatrove's own runner above all: refused, with what continues there.
 
 
-def refuse_resharded(root: Path, mirrored: Collection[str] = ()) -> None:
-    """Refuses a run whose number of tasks an earlier build has changed, or half changed: its ranks read parts of files.
-
-    Args:
-        mirrored: the names of what the run's mirror has.
-
-    Raises:
-        CheckpointMismatch: it names the commit that can finish the run.
-    """
-    if "shares.json" in mirrored or (root / "shares.json").exists() or (root / "reshard/plan.json").exists():
-        raise CheckpointMismatch(
-            f"{root}: `datatrove-ckpt reshard` changed this run's number of tasks. Finish it with commit d3ddc9c6."
-        )
-
-
 def refuse_missing_run_json(folder: Path) -> None:
-    """Checks that a folder without ``run.json`` holds no other part of a checkpoint, nor one of datatrove's runner.
+    """Refuses a folder without ``run.json`` that holds another part of a checkpoint, or one of datatrove's runner.
 
     Raises:
-        CheckpointMismatch: it does; the message names the setting that continues datatrove's run.
+        CheckpointMismatch: the message names the setting that continues datatrove's run.
     """
     if (folder / RUN).exists():
         return
@@ -218,7 +194,7 @@ def refuse_missing_run_json(folder: Path) -> None:
 
 
 def continue_datatroves(checkpoints: Path | str) -> str:
-    """What to do where a run of datatrove's own runner has left its checkpoint, or output."""
+    """Says what to do where datatrove's own runner has left its checkpoint, or output."""
     return (
         f"To continue that run, stop it, choose another {written.folders}, and set "
         f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. To "

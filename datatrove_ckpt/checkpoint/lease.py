@@ -6,9 +6,9 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commits import Commit, read_commits
 from datatrove_ckpt.checkpoint.files import Lock
-from datatrove_ckpt.checkpoint.layout import COMMITS
+from datatrove_ckpt.checkpoint.layout import journal_indices
+from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles
 
 
@@ -35,9 +35,12 @@ class RankLease:
         if self.mirror is not None:
             self.mirror.check(not self.files.log.commits, self.stopping)
 
-    def read_commits(self, path: Path) -> dict[int, Commit]:
-        """``read_commits``, but the rank's own from memory: others write to its file only where locks do not work."""
-        is_known = self.lock.works and path == self.files.folder / COMMITS
-        if is_known:
-            return dict(self.files.log.commits)
-        return read_commits(path)
+    def read_rank(self, root: str, number: int, folder: Path, want: Want) -> RankLedger:
+        """``read_rank``, but of this rank from memory: others write to its files only where locks do not work."""
+        if folder != self.files.folder or not self.lock.works:
+            return read_rank(root, number, folder, want)
+        journals = journal_indices(folder)
+        commits = dict(self.files.log.commits)
+        open_chunks = [index for index in journals if index not in commits]
+        run = {"owner": self.files.fence.owner}
+        return RankLedger(root, number, folder, run, open_chunks=open_chunks, commits=commits)

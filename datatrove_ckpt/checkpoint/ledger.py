@@ -1,8 +1,8 @@
 """RankLedger: what one rank has on disk, or in a copy of its mirror, read once. Changes nothing.
 
 The order of the reads makes it safe beside a run: which files are there, run.json, shard.json and last_chunk, the
-history, the journals, and the commits last. A run adds commits meanwhile. So what was read before them proves less, and
-nothing wrong; and a chunk that is committed meanwhile has left its journal, and is counted as committed.
+history, the journals, and the commits last. A run adds commits meanwhile, so what was read before them proves less, and
+nothing wrong. A chunk that is committed meanwhile has left its journal, and is counted as committed.
 
 ``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, for retries of dead letters. Their output goes to
 the same folder. ``RankLedger.root`` names the retry that a rank belongs to; "" is CHECKPOINTS itself.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
@@ -58,7 +58,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    refuse_resharded,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
@@ -98,10 +97,10 @@ CHECKED = Want.SETTINGS | Want.JOURNALS | Want.COMMITS
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many bytes to read of a rank, at most. Documents and dead letters may be large.
+    """How many bytes to read of a rank, at most.
 
     Attributes:
-        journals: if they are larger, the history tells how many documents are in them.
+        journals: if they are larger, the history has the number of their documents.
         letters: of its dead letters, the last ones are read.
     """
 
@@ -122,7 +121,7 @@ class RankLedger:
         journals: the documents in each journal; None: too large to be counted, and the history knows their sum.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with how often each occurs.
-        written: when the files were last written that a run writes, in Unix seconds, if that may matter.
+        written: when a run last wrote its files, in Unix seconds, if that may matter.
         damage: why a run would refuse the folder.
     """
 
@@ -165,7 +164,6 @@ class RankLedger:
 
     @property
     def settings(self) -> Json:
-        """The identity in ``run.json``: the settings that all ranks of a run share."""
         return settings_in(self.run)
 
     @property
@@ -180,7 +178,7 @@ class RankLedger:
 
     @property
     def last_commit(self) -> float | None:
-        """When it was made, in Unix seconds. The file tells it of a commit by an earlier release."""
+        """When it was made, in Unix seconds. Commits of an earlier release have the time of the file."""
         if self.sums.indices:
             return self.sums.at or self.written.get(COMMITS)
         return None
@@ -191,7 +189,7 @@ class RankLedger:
         return int(self.run.get("owner", {}).get("fence", 0))
 
     def numbers(self) -> RunNumbers:
-        """What all attempts did. Whether the newest one was killed cannot be seen here."""
+        """Returns what all attempts did. Whether the newest attempt was killed is not known here."""
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
         found = RunNumbers(
@@ -227,7 +225,7 @@ class RankLedger:
 
     @property
     def unfinished(self) -> DocumentCounts:
-        """The documents in journals of chunks that are not committed. As old as the history, if it tells their sum."""
+        """The documents in journals of chunks that are not committed."""
         if self.journals is None:
             assert self.history.last is not None
             done = self.history.last.documents
@@ -237,7 +235,7 @@ class RankLedger:
 
     @property
     def has_said_its_end(self) -> bool:
-        """Whether the newest attempt could say that it ended: then its last progress line knows of every document.
+        """Whether the newest attempt has an end line: then its last progress line knows of every document.
 
         ``repair`` is an owner, too, and writes no history.
         """
@@ -245,7 +243,7 @@ class RankLedger:
         return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.owners
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
-        """The bytes from ``start`` to ``end`` of the dead letters file, in blocks. Read now: they may be many."""
+        """Yields the bytes from ``start`` to ``end`` of the dead letters file, in blocks."""
         if end <= start or not self.dead_letters_file.exists():
             return
         with explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
@@ -255,12 +253,11 @@ class RankLedger:
                 start += len(block)
 
     def count_dead_letters(self, start: int, end: int) -> int:
-        """The number of dead letters between two byte offsets."""
         return sum(block.count(b"\n") for block in self.dead_letters(start, end))
 
 
 def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
-    """A rank or a chunk by its name for people: "retry-00001, rank 3, chunk 7"."""
+    """Names a rank or a chunk for people: "retry-00001, rank 3, chunk 7"."""
     parts = [root] if root else []
     parts += [f"rank {rank}"] if rank is not None else []
     parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
@@ -275,13 +272,11 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
 
     Raises:
         ConfigError: there is no rank, or this user may not list them.
-        CheckpointMismatch: see ``refuse_resharded``.
     """
     found = []
     try:
         if checkpoints.is_dir():
             names = sorted(path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None)
-            refuse_resharded(checkpoints)
             for root in ("", *names):
                 if (folder := checkpoints / root).is_dir():
                     found += [(root, number, rank_folder(folder, number)) for number in rank_numbers(folder)]
@@ -295,7 +290,7 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
         newest = max(steps, key=lambda path: path.stat().st_mtime).parent.name
         raise ConfigError(
             f"{checkpoints} holds steps of a training, the newest is {newest}. Its history.jsonl says what was saved, "
-            f"restored and not saved; `datatrove-ckpt plan {checkpoints}` says how often to save."
+            "restored and not saved."
         )
     raise ConfigError(
         f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the run_folder, or "
@@ -319,7 +314,6 @@ def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
 
 
 def not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
-    """The error for a checkpoint that this user may not read."""
     share = f", or ask that user for: chmod -R g+rX {checkpoints}"
     return ConfigError(not_readable(error.filename) + share)
 
@@ -361,22 +355,17 @@ def read_rank(
     folder: Path,
     want: Want,
     limits: Limits | None = None,
-    read: Callable[[Path], dict[int, Commit]] = read_commits,
 ) -> RankLedger:
-    """Reads one rank. Damage is in the ledger, and no error.
-
-    Args:
-        read: ``read_commits``, or that of the rank's checkpoint, if it is open.
-    """
+    """Reads one rank. Damage is in the ledger, and no error."""
     rank = RankLedger(root, number, folder)
     try:
-        _read(rank, want, limits, read)
+        _read(rank, want, limits)
     except CheckpointError as error:  # what was read before proves nothing
         return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
     return rank
 
 
-def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[Path], dict[int, Commit]]) -> None:
+def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     """
     Raises:
         CheckpointError: a run would refuse the folder, too.
@@ -396,7 +385,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
     ordinals: dict[int, dict[int, str]] = {}
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, want, limits, ordinals)
-    commits = read(rank.commits_file)  # whatever the listing says: the files that were read before promise them
+    commits = read_commits(rank.commits_file)  # whatever the listing says: the files that were read before promise them
     rank.sums = CommitSums.of(commits.values())
     if Want.COMMITS in want:
         rank.commits = commits
@@ -413,7 +402,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None, read: Callable[[P
 
 
 class _Listing:
-    """What is in a rank's folder: few system calls, because there may be ten thousand ranks."""
+    """What is in a rank's folder, with few system calls, because there may be ten thousand ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder
@@ -430,7 +419,7 @@ class _Listing:
         """Finds the journals.
 
         Raises:
-            CheckpointCorrupt: something else has the name of a file, or of the folder itself.
+            CheckpointCorrupt: see ``check_files``.
         """
         for name, entry in self.entries.items():
             is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
@@ -462,7 +451,6 @@ class _Listing:
         return sum(status.st_size for _, status in self._stats(names))
 
     def times(self, names: Iterable[str]) -> dict[str, float]:
-        """When these files were last written, in Unix seconds."""
         return {name: status.st_mtime for name, status in self._stats(names)}
 
 
@@ -477,13 +465,13 @@ def _read_run(path: str, want: Want) -> Json:
 def _read_journals(
     rank: RankLedger, found: _Listing, want: Want, limits: Limits | None, ordinals: dict[int, dict[int, str]]
 ) -> dict[int, DocumentCounts] | None:
-    """The counts of each journal; None if the history knows their sum, and they need not or may not be read.
+    """Returns the counts of each journal; None if the history knows their sum, and they need not or may not be read.
 
     Args:
         ordinals: gets the fingerprints of documents by ordinal, of each journal that is checked.
 
     Raises:
-        CheckpointCorrupt: one is damaged.
+        CheckpointCorrupt: a journal is damaged.
     """
     if limits is not None and rank.history.last is not None and found.journals:
         too_large = found.size(*map(journal_name, found.journals)) > limits.journals
@@ -516,10 +504,8 @@ def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> No
 
 
 def check_readable(rank: RankLedger) -> None:
-    """Finds out whether files cause the damage that this user may not read, or that are none.
-
-    Raises:
-        PermissionError: one cannot be read.
+    """Raises:
+    PermissionError: the rank's damage is a file that this user may not read.
     """
     if rank.damage is None or not rank.folder.is_dir():
         return
@@ -533,7 +519,7 @@ def check_readable(rank: RankLedger) -> None:
 
 
 def _causes(path: str, size: int, most: int) -> Counter[str]:
-    """How often each cause occurs in the last ``most`` bytes of the dead letters. Numbers in a cause are left out."""
+    """Counts causes in the last ``most`` bytes of the dead letters. Numbers in a cause are left out."""
     causes: Counter[str] = Counter()
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
         if size > most:
@@ -589,8 +575,8 @@ class Expected:
 
     Attributes:
         known: number of commits when the rank's last owner started.
-        last: the chunk up to which all were committed; None: nothing says it.
-        documents: number of documents of a finished rank; None: nothing says it, or the rank is not finished.
+        last: the chunk up to which all were committed; None: no file names it.
+        documents: number of documents of a finished rank; None: no file names it, or the rank is not finished.
     """
 
     folder: Path
@@ -600,10 +586,8 @@ class Expected:
 
     @classmethod
     def read(cls, folder: Path, finished: bool, run: Json) -> Expected:
-        """
-        Args:
+        """Args:
             folder: the rank's folder.
-            finished: whether the rank is finished.
             run: the content of its ``run.json``; empty if there is none.
 
         Raises:
@@ -615,10 +599,8 @@ class Expected:
         return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: CommitSums) -> None:
-        """Checks that no commit is lost, as far as that can be known.
-
-        Raises:
-            CommitsDamaged: a commit is lost.
+        """Raises:
+        CommitsDamaged: a commit is lost, as far as that can be known.
         """
         path = self.folder / COMMITS
         number = len(commits.indices)
@@ -645,18 +627,13 @@ class Expected:
             raise CommitsDamaged(path, f"{path} names chunk {last}, but {gap} chunks before it are not done.")
 
 
-def scan_complete_commits(folder: Path, finished: bool) -> tuple[dict[int, Commit], int]:
-    """The commits of a rank that goes on, as ``scan_commits`` returns them. Changes nothing.
-
-    Args:
-        finished: whether the rank is finished.
+def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
+    """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing. Arguments: ``Expected``.
 
     Raises:
         CommitsDamaged: a commit is lost or damaged.
-        CheckpointCorrupt: a line of another version, commits or dead letters that do not fit each other, or run.json
-            cannot be read.
+        CheckpointCorrupt: a line of another version, or commits or dead letters that do not fit each other.
     """
-    run = read_run(folder / RUN) if (folder / RUN).exists() else {}
     expected = Expected.read(folder, finished, run)
     commits, size = scan_commits(folder / COMMITS)
     expected.check(CommitSums.of(commits.values()))
@@ -666,10 +643,8 @@ def scan_complete_commits(folder: Path, finished: bool) -> tuple[dict[int, Commi
 
 
 def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
-    """Checks that each commit starts where the commits before it end, or after that.
-
-    Raises:
-        CheckpointCorrupt: one does not.
+    """Raises:
+    CheckpointCorrupt: a commit starts before the end of the commits before it.
     """
     expected = ordinal = 0
     for index, commit in sorted(commits.items()):
@@ -688,10 +663,8 @@ def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
 
 
 def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
-    """Checks that dead_letters.jsonl is as long as the last commit says.
-
-    Raises:
-        CheckpointCorrupt: it is shorter.
+    """Raises:
+    CheckpointCorrupt: dead_letters.jsonl is shorter than the last commit says.
     """
     needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
     size = path.stat().st_size if path.exists() else 0

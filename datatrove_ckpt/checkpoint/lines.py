@@ -19,11 +19,12 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import orjson
 import xxhash
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.errors.doors import written
@@ -50,7 +51,7 @@ def _cause(error: Exception) -> str:
 
 
 def too_large() -> str:
-    """What to do about a file that may not grow."""
+    """Says what to do about a file that may not grow."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
         return "Its file system takes no larger files: choose a folder on another one, or lower records_per_chunk."
@@ -89,16 +90,13 @@ def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
     return not Path(path).parent.exists()
 
 
-Json: TypeAlias = dict[str, Any]
-"""A JSON object. Its values are ``Any`` because the checkpoint only stores, compares and prints them: a position is
-defined by the reader, and an identity by the caller."""
+Json: TypeAlias = JsonObject
 
 PREFIX = b'{"xxh":"'
 BODY_AT = len(PREFIX) + 16 + len(b'",')
 
 
 def seal(body: bytes) -> bytes:
-    """Returns a JSON object's bytes as a line with a checksum."""
     rest = body[1:]
     return b'%s%s",%s\n' % (PREFIX, xxhash.xxh3_64_hexdigest(rest).encode(), rest)
 
@@ -153,7 +151,7 @@ def may_be_torn(raw: bytes) -> bool:
 
 
 def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
-    """Number, bytes and content of each line, None for a bad one."""
+    """Yields number, bytes and content of each line, None for a bad one."""
     with explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
         offset = 0
         for number, raw in enumerate(file, 1):
@@ -163,7 +161,7 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
 
 
 def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
-    """The lines of a file in their order, unparsed, without a torn one at the end. A missing file has none.
+    """Returns the lines of a file in their order, unparsed, without a torn one at the end. A missing file has none.
 
     Args:
         most: read so many bytes at the end of it; None: all.
@@ -181,7 +179,7 @@ def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
 
 
 def whole_lines(data: bytes) -> list[bytes]:
-    """The lines, each with its line break, without a torn one at the end."""
+    """Splits into lines, each with its line break, without a torn one at the end."""
     lines = data.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         return lines[:-1]
@@ -189,12 +187,12 @@ def whole_lines(data: bytes) -> list[bytes]:
 
 
 def is_seconds(value: object) -> bool:
-    """Whether a value from a file is a number from 0 that is not infinite; True and False are none."""
+    """Whether a value from a file is a finite number from 0, and no bool."""
     return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
 
 def is_count(value: object) -> bool:
-    """Whether a value from a file is an integer from 0; True and False are none."""
+    """Whether a value from a file is an integer from 0, and no bool."""
     return type(value) is int and value >= 0
 
 
@@ -208,12 +206,12 @@ SHARD_VERSION = 2
 
 
 def sealed_json(content: Json, indent: bool = True) -> bytes:
-    """A file's bytes. ``indent``: people read it, too."""
+    """Returns a file's bytes. ``indent``: people read it, too."""
     return seal(orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None))
 
 
 def read_sealed(data: bytes, sealed: Collection[int]) -> Json:
-    """The JSON object in a file's bytes.
+    """Returns the JSON object in a file's bytes.
 
     Args:
         sealed: the values of its ``format`` or ``version`` that have a checksum.
@@ -233,7 +231,6 @@ def read_sealed(data: bytes, sealed: Collection[int]) -> Json:
 
 
 def sealed_shard(content: Json) -> bytes:
-    """The bytes of a ``shard.json``."""
     return sealed_json({"version": SHARD_VERSION, **content}, indent=False)
 
 

@@ -1,6 +1,6 @@
 """RunNumbers: what a rank, or a run, has done over all attempts. Every place that shows such numbers reads this record.
 
-It is made of what lies on the disk (``ledger``): documents from commits and journals, and requests from the history.
+Documents come from commits and journals, and requests from the history.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class RunNumbers:
         unfinished: the documents in journals of chunks that are not committed, by ``unfinished_chunks``.
         exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
         work: what all attempts did, as of the last line of the history.
-        lost_in_flight: requests in flight when an attempt ended without a word, as of its last line: they are sent
-            again, and their answers may have been paid for.
+        lost_in_flight: requests in flight at the last line of attempts that were killed: they are sent again, and their
+            answers may have been paid for.
         number_of_attempts: all of them.
-        killed: of these, those that ended without a word.
+        killed: of these, those that have no end line.
         seconds: what the attempts took; of several ranks, their sum.
         in_flight, waiting: requests at the last line, while it runs.
         skipped: lines of the input that were no documents.
@@ -69,11 +69,10 @@ class RunNumbers:
 
     @property
     def done(self) -> DocumentCounts:
-        """The same by outcome, with their requests, tokens and answers."""
+        """Their documents by outcome, with their requests, tokens and answers."""
         return sum_counts((self.counts, self.unfinished))
 
     def add(self, other: RunNumbers) -> None:
-        """Adds the numbers of others."""
         self.counts.add(other.counts)
         self.unfinished.add(other.unfinished)
         self.dead_letters.update(other.dead_letters)

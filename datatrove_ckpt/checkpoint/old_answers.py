@@ -2,8 +2,8 @@
 
 The new run has another prompt or rollout, and reads the same input. An answer is used if the document has the same
 ordinal in the same rank, and the rollout's index and the final payload (model, prompt, parameters) are equal. Nothing
-else of the old run is used: no commit, no journal, no dead letter. Permanent errors are left out, because the change
-may correct them. A commit deletes its answers, unless the old run had ``keep_answers``.
+else of the old run is used. Permanent errors are left out, because the change may correct them. A commit deletes its
+answers, unless the old run had ``keep_answers``.
 
 Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is only read. A document
 that needs an answer moves its old answers to the rank's own request cache (``RankFiles.answers``). The rejected
@@ -31,7 +31,6 @@ from datatrove_ckpt.checkpoint.layout import (
     RUN,
     rank_folder,
     rank_numbers,
-    refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, read_answers
@@ -49,7 +48,6 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 
     Args:
         root: the old run's ``checkpoints_local_dir``, or its run folder.
-        identity: of the new run.
 
     Raises:
         ConfigError, CheckpointMismatch: ``root`` holds no checkpoint, or its answers cannot be used.
@@ -60,7 +58,6 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
         root /= "checkpoints"
     if not root.is_dir() or not rank_numbers(root):
         raise ConfigError(f"answers_from: {root} holds no checkpoint. Name the folder of a run that has begun.")
-    refuse_resharded(root)
     folder = rank_folder(root, rank)
     if not (folder / RUN).exists():
         logger.warning(f"answers_from: {folder} has no run.json, so it has no answers.")
@@ -83,7 +80,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 
 
 def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
-    """Refuses settings with which no answer can be used. The server's settings are in no payload."""
+    """Refuses settings with which no answer can be used."""
     binding = {_TASKS}
     if "models" not in kept and _MODEL not in _accepted(kept):  # else some answers may be of the model of now
         binding.add(_MODEL)
@@ -95,7 +92,7 @@ def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> Non
 
 
 def _accepted(kept: Json) -> list[str]:
-    """The fields that the user has changed in the middle of the old run."""
+    """Returns the fields that the user has changed in the middle of the old run."""
     return sorted({str(change.get("field")) for change in kept.get("accepted_changes", [])})
 
 

@@ -1,8 +1,7 @@
 """OpenCheckpoint: the event loop's side of a rank's checkpoint.
 
 Everything here is synchronous and returns at once. The storage thread writes (``rank_files``), the publisher thread
-turns complete journals into output files (``publishing``), and the event loop learns of progress and failure through
-``on_change``.
+turns complete journals into output files (``publishing``), and ``on_change`` is called after progress and failure.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class OpenCheckpoint:
     def close(self, completed: bool = False) -> None:
         """Writes what was handed over and releases the rank. ``completed``: every document of the input is committed.
 
-        In any thread, and only the first call does anything. Does not raise what went wrong in the threads: see
-        ``error``.
+        In any thread; only the first call does anything. Does not raise what went wrong in the threads: see ``error``.
         """
         with self._closing:
             if not self._closed:
@@ -155,7 +153,6 @@ class OpenCheckpoint:
         self._storage.call(lambda: receive(self._files.answers(slot)))
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
-        """Hands an answer over to be written."""
         self._storage.put_answer(CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer))
 
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
@@ -166,10 +163,10 @@ class OpenCheckpoint:
         self._chunks.document_finished(slot.chunk)
 
     def end_of_input(self, shard: Json | None = None) -> None:
-        """No document follows: the last chunk is complete, however short it is.
+        """Closes the last chunk, however short it is: no document follows.
 
         Args:
-            shard: what the rank has read, to be kept with the checkpoint, with the number of documents.
+            shard: what the rank has read, to be kept with the checkpoint.
 
         Raises:
             CheckpointMismatch: earlier attempts read more documents than there are now.
@@ -218,11 +215,10 @@ class OpenCheckpoint:
 
     @property
     def all_committed(self) -> bool:
-        """After ``end_of_input``: nothing is left to do."""
+        """After ``end_of_input``: whether all chunks are committed."""
         return self._chunks.all_complete and not self.publishing
 
     def raise_failure(self) -> None:
-        """Raises what went wrong in a thread, if anything did."""
         error = self.error or self._storage.error
         if error is not None:
             raise error
@@ -248,7 +244,6 @@ class OpenCheckpoint:
             self._storage.call(partial(self._files.note, records))
 
     def fill_in(self, progress: Progress) -> None:
-        """Sets what only the checkpoint knows of where the rank stands, for those who show it."""
         progress.in_work = self._admitted - self._finished
         self._files.fill_in(progress)
 
@@ -279,7 +274,6 @@ class CheckpointManager:
 
     Args:
         root: ``checkpoints_local_dir``.
-        identity: what makes two runs the same run, as plain JSON.
         before_first: called before the first start of a rank; an error of it refuses the rank.
         before_move: called before the first start of a job with another output folder; likewise.
         placed_later: output is in place long after it is written, so only the room on the disk limits how many chunks
@@ -336,12 +330,10 @@ class CheckpointManager:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
             claim = RunClaim(folder, self.identity, self.accept_changes)
-            # Before anything is changed: an earlier owner's commits may be lost.
-            if claim.is_first:
-                scanned = None
+            if claim.before:  # before anything is changed: an earlier owner's commits may be lost
+                scanned = scan_complete_commits(folder, finished, claim.before)
             else:
-                scanned = scan_complete_commits(folder, finished)
-            if claim.is_first:
+                scanned = None
                 self.before_first()
             old = None if finished else self.old_answers()
             if old is not None:
@@ -356,7 +348,7 @@ class CheckpointManager:
             if self.retry_errors:
                 cache.forget_errors()
             point = recover(folder, log, cache, self.records_per_chunk)
-            point.interrupted = interrupted and not claim.is_first
+            point.interrupted = interrupted and bool(claim.before)
             rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point, old)
             rank_files.start_history()
             undo.pop_all()
@@ -366,11 +358,11 @@ class CheckpointManager:
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
     ) -> tuple[Fence, RequestCache]:
         """Makes this process the rank's owner, and opens the request cache."""
-        if claim.is_first and (last_chunk := last_chunk_of(self.folder)).exists():
+        if not claim.before and (last_chunk := last_chunk_of(self.folder)).exists():
             # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
-        if lock.works and not claim.is_first:
+        if lock.works and claim.before:
             # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
             cache = self._open_cache(undo)
             if self.placed_later:

@@ -41,14 +41,14 @@ class WaitingChunk:
 
 
 class Placement:
-    """Puts the files of published chunks in place: here they are already. The base of those that do it later."""
+    """Puts the files of published chunks in place. The base class is for files that are in place already."""
 
     def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
         """Takes a chunk that was written. Called in the publisher's thread."""
         waiting.done()
 
     def hurry(self) -> None:
-        """Nothing is gained by waiting from now on: the rank has no more chunks, or will end soon. Returns at once."""
+        """Says that waiting gains nothing from now on: no more chunks come. Returns at once."""
 
     def stop(self) -> None:
         """Puts nothing in place any more."""
@@ -64,12 +64,11 @@ class DiskRoom:
         self._is_low = False
 
     def holds_up(self, waiting: int, few: int, unwritten: int = 0) -> bool:
-        """Whether no document should be started. Looks at the disk once a second and with each chunk that comes or
-        goes, and logs each change.
+        """Whether no document should be started. Logs each change.
 
         Args:
             waiting: chunks that wait to be put in place.
-            few: with so many of them, the room is not theirs, and waiting for them would not bring it back.
+            few: with so many of them, waiting for them would not bring the room back.
             unwritten: bytes that documents in work may still write.
         """
         was_low = self._is_low
@@ -93,13 +92,11 @@ class DiskRoom:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write to the folder's file system."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def reserve_bytes(folder: Path) -> int:
-    """With less than this free, no document is started while chunks wait for the hub."""
     status = os.statvfs(folder)
     disk = status.f_blocks * status.f_frsize
     return min(max(LEAST_RESERVE_BYTES, min(RESERVE_BYTES, int(disk * RESERVE_SHARE))), disk // 2)

@@ -1,8 +1,7 @@
 """The publisher thread: it turns complete journals into output files (steps 2 and 3 of a commit), one chunk at a time.
 
 Publishing reads a journal that no longer grows, and may take minutes (gzip, uploads), so it runs beside the storage
-thread. Only the outcome, the commit, goes through the storage thread. Files that are in place later than they are
-published (see ``placement``) hold up no other chunk.
+thread. Only the outcome, the commit, goes through the storage thread.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Publisher:
         threading.Thread(target=work, args=(self._run,), name="datatrove-ckpt publisher", daemon=True).start()
 
     def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
-        """``journal`` holds all documents of the chunk, and is synced."""
+        """Queues a chunk, whose ``journal`` holds all its documents and is synced."""
         self._queue.put(partial(self._publish, chunk, journal))
 
     def no_more(self) -> None:
@@ -114,7 +113,7 @@ class Publisher:
 
 @dataclass(eq=False)
 class _WrittenDocuments:
-    """The documents of a chunk that go to the output, as often as they are asked for.
+    """The documents of a chunk that go to the output, as often as they are iterated.
 
     The chunk's counts, work and dead letters are those of all documents that the last pass has read.
     """
@@ -130,7 +129,6 @@ class _WrittenDocuments:
         return self._pass
 
     def close(self) -> None:
-        """Ends the last pass."""
         if self._pass is not None:
             self._pass.close()
 

@@ -55,8 +55,8 @@ class Snapshot:
     Attributes:
         run: the content of ``run.json``.
         sizes: how many bytes of each other file belong to the snapshot, by file name.
-        generations: of files that may have been replaced since the last snapshot: how often that was done.
-        is_current: whether the file of this name has not been replaced since. It is asked once the file is open.
+        generations: how often files that may be replaced were replaced.
+        is_current: whether the file of this name has not been replaced since. To be called once the file is open.
         unfinished: ordinals of the documents that have answers and are not finished.
         answers: answers of these documents that were put after the answer numbered ``since``.
         last_answer: number of the last answer so far.
@@ -90,7 +90,7 @@ class Mirror(Protocol):
         Args:
             first: nothing is committed yet: then output may appear only once there is a copy of the rank, so that a
                 start on another node knows that the rank has begun.
-            stopping: set: nobody waits any more.
+            stopping: set: the caller has given up.
 
         Raises:
             Fenced: another process has taken the rank over.
@@ -99,20 +99,16 @@ class Mirror(Protocol):
         """
 
     def stop(self, completed: bool) -> None:
-        """Called when nothing more will be written and the files still exist. Takes a bounded time.
-
-        Args:
-            completed: every document of the input is committed.
-        """
+        """Called when nothing more will be written and the files still exist. Takes a bounded time."""
 
 
 @dataclass(eq=False)
 class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
 
-    All methods belong to the storage thread. Before that thread starts and after it has ended, they belong to whoever
-    opens and closes the checkpoint. Other threads may read ``counts`` and ``committed``, which only the storage thread
-    writes, and whether there are ``old`` answers.
+    All methods belong to the storage thread. Before that thread starts and after it has ended, they belong to the
+    thread that opens and closes the checkpoint. Other threads may read ``counts`` and ``committed``, which only the
+    storage thread writes, and whether there are ``old`` answers.
 
     Args:
         cache, log: this rank's, open and recovered.
@@ -153,7 +149,6 @@ class RankFiles:
         self._shard_written = False
 
     def close(self, completed: bool) -> None:
-        """Closes the files. ``completed``: the rank is finished, so its answers are deleted."""
         try:
             if completed:
                 self.cache.remove()
@@ -208,12 +203,11 @@ class RankFiles:
         return max(0.0, self._next_sync - time.monotonic())
 
     def _plan_sync(self) -> None:
-        """Something is about to be written."""
         if self.seconds_to_sync is None:
             self._next_sync = time.monotonic() + self.interval.seconds
 
     def sync(self) -> None:
-        """Everything written so far survives power loss from here on."""
+        """Makes everything written so far survive power loss."""
         if self.seconds_to_sync is None:
             return
         start = time.monotonic()
@@ -294,7 +288,6 @@ class RankFiles:
     # history -----------------------------------------------------------------------------------------------------
 
     def start_history(self) -> None:
-        """Writes that the attempt starts, and where the rank stands."""
         start = Start(host=socket.gethostname(), pid=os.getpid(), job=job_id(), slot=worker_slot(), version=__version__)
         self.note([start, Progress()])
 

@@ -44,16 +44,15 @@ class ResumePoint:
     Attributes:
         next_chunk, next_ordinal: the first chunk after the unbroken run of commits, and its first document.
         position: the reader's state at ``next_ordinal``, for a reader that can seek.
-        milestones: fingerprints of the last document of each chunk of the unbroken run, by ordinal, which a reader
-            that counts can compare.
+        milestones: fingerprints of the last document of each chunk of the unbroken run, by ordinal.
         done: commits beyond the unbroken run, by chunk index.
         journals: journals of chunks that are not committed, by chunk index.
         cached: ordinals of documents that have answers and are not finished.
         answers: how many answers they have.
         counts, work: what all earlier attempts committed.
-        finished: the documents that they finished: those in commits and those in journals.
+        finished: the documents that they finished, in commits and journals.
         seconds: what they took, as far as it was written down.
-        interrupted: an earlier attempt did not complete, so something is left to do.
+        interrupted: an earlier attempt did not complete.
     """
 
     next_chunk: int = 0
@@ -87,7 +86,6 @@ class ResumePoint:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing was done before."""
         return not (self.next_chunk or self.done or self.journals or self.cached)
 
 

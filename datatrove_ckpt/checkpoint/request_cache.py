@@ -1,4 +1,4 @@
-"""RequestCache: every answer of a document that is not committed, so that no answer is requested twice.
+"""RequestCache: every answer of a document that is not committed, so that no request is sent twice.
 
 There is one SQLite connection, owned by the storage thread. ``locking_mode=EXCLUSIVE`` is set before WAL mode, so that
 SQLite needs no shared memory; this also works on network file systems, where plain WAL does not. ``synchronous=NORMAL``
@@ -6,8 +6,8 @@ writes the log at every commit and rarely syncs it: a commit survives kill -9 at
 called. Losing the last commits loses answers, never consistency.
 
 A damaged cache costs answers and nothing else. So it is set aside, with a warning, and an empty one takes its place.
-Each row has a checksum, and a row that does not fit it is left out, with a warning, until its
-chunk is committed or the same request puts it again.
+Each row has a checksum. A row that does not fit it is left out, with a warning, until its chunk is committed or the
+same request puts it again.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class RequestCache:
         return self._attempt(action, list)
 
     def _write(self, change: Callable[[], object], anew: bool = False) -> None:
-        """Makes the change in one transaction, and anew in the database that replaces a damaged one, if that is set."""
+        """Makes the change in one transaction. ``anew``: also in the database that replaces a damaged one."""
 
         def action() -> None:
             with explained("write to", self.path):
@@ -185,7 +185,6 @@ class RequestCache:
     # answers -----------------------------------------------------------------------------------------------------
 
     def put(self, group: Iterable[CachedRequest]) -> None:
-        """Writes the group in one transaction."""
         # We number the rows, because SQLite would reuse the numbers of deleted rows.
         rows: list[Row] = []
         for n, r in enumerate(group, self.last_answer + 1):
@@ -205,7 +204,6 @@ class RequestCache:
             start += size
 
     def count(self) -> int:
-        """Returns the number of answers, with damaged ones."""
         return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
 
     def ordinals(self) -> set[int]:
@@ -255,11 +253,11 @@ class RequestCache:
         self._delete("chunk_index = ?", (chunk_index,))
 
     def forget_errors(self) -> None:
-        """Deletes permanent errors, so that those requests are sent again: the server may be fixed by now."""
+        """Deletes permanent errors, so that those requests are sent again."""
         self._delete("error_message IS NOT NULL")
 
     def sync(self) -> None:
-        """Makes what was put survive power loss. Does nothing if nothing was put since the last sync."""
+        """Makes what was put survive power loss."""
         wal = self.path.with_name(self.path.name + "-wal")
         if self.unsynced and wal.exists():
             files.disk.sync(wal)
@@ -281,14 +279,13 @@ class RequestCache:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
     def remove(self) -> None:
-        """Closes the database and removes its files."""
         self.close()
         for suffix in ("", *CACHE_LOGS):
             files.disk.remove(self.path.with_name(self.path.name + suffix))
 
 
 def has_right_types(request: CachedRequest) -> bool:
-    """Whether a request that another place kept can be a row."""
+    """Whether a request from another place can be a row."""
     return _is_intact((*_values(request), None))
 
 
@@ -297,7 +294,6 @@ def _values(r: CachedRequest) -> Row:
 
 
 def _request(row: Row) -> CachedRequest:
-    """The values of an intact row."""
     chunk_index, ordinal, doc_id = row[:3]
     return CachedRequest(chunk_index, ordinal, doc_id, AnswerKey(*row[3:6]), Answer(*row[6:8]))
 
@@ -385,7 +381,7 @@ def _rename_aside(path: Path) -> Path:
 
 
 def _checksum(values: Row) -> int:
-    """A checksum of a row's other columns, as SQLite's signed integer. The last two are result and error message."""
+    """Returns a checksum of a row's other columns, as SQLite's signed integer."""
     chunk, ordinal, doc_id, rollout, payload, occurrence, result, error = values
     head = f"{chunk}\0{ordinal}\0{doc_id}\0{rollout}\0{payload}\0{occurrence}\0{'' if result is None else 'r'}\0"
     head += "" if error is None else f"e{error}"
@@ -437,7 +433,7 @@ def append_answers(path: Path, rows: Iterable[tuple[int, str, tuple[int, str, in
 
 
 def read_answers(path: Path) -> Iterator[tuple[int, str, tuple[int, str, int], bytes]]:
-    """What ``append_answers`` got, in its order. Lines that are damaged are left out."""
+    """Yields what ``append_answers`` got, in its order. Lines that are damaged are left out."""
     for _, _, line in scan_lines(path):
         if line is not None:
             content = orjson.loads(line.body)

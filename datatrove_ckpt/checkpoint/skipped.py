@@ -27,14 +27,13 @@ class SkippedLines(NamedTuple):
 
     @classmethod
     def from_json(cls, content: Sequence[int]) -> SkippedLines:
-        """The opposite of ``list``. An earlier release wrote names of files behind the two numbers."""
+        """Reads what ``list`` gave. An earlier release wrote names of files behind the two numbers."""
         return cls(*content[:2])
 
     def __bool__(self) -> bool:
         return self.damaged + self.without_text > 0
 
     def plus(self, reason: Skipped) -> SkippedLines:
-        """Returns the counts with one more."""
         return self._replace(**{reason.value: getattr(self, reason.value) + 1})
 
     def __add__(self, other: object) -> SkippedLines:

@@ -1,9 +1,8 @@
 """The storage thread: it does all writes to a rank's journals, request cache and commit log, in one order.
 
-The event loop hands items over and never waits on a disk. The thread takes everything that is queued as one
-group: one SQLite transaction and one write per journal, so groups grow by themselves when the disk is slow. What was
-written survives kill -9 at once. Syncs run at most every ``sync_seconds``, so power loss costs that many seconds; a
-commit syncs what it needs, whatever the interval.
+The event loop hands items over and never waits on a disk. The thread takes everything that is queued as one group: one
+SQLite transaction and one write per journal, so groups grow by themselves when the disk is slow. What was written
+survives kill -9 at once. Syncs run at most every ``sync_seconds``; a commit syncs what it needs, whatever the interval.
 
 Handing over item by item is as fast as collecting items on the event loop's side (measured), and needs no timer there.
 """
@@ -42,10 +41,10 @@ thread."""
 
 
 class StorageThread:
-    """Runs what is submitted, in order, in its own thread, which alone uses ``files``.
+    """Runs what is submitted, in order, in its own thread.
 
     Args:
-        files: the rank's files. This thread owns them from ``start`` until ``stop`` returns.
+        files: the rank's files. This thread alone uses them from ``start`` until ``stop`` returns.
         on_change: called in this thread after each group and when the thread fails. Must return at once.
     """
 
@@ -97,7 +96,7 @@ class StorageThread:
     def ask(self, function: Callable[[], T]) -> T:
         """Runs ``function`` like ``call`` and returns its result. Blocks, so it is not for the event loop.
 
-        Once the storage thread has ended, nobody else uses its files, and ``function`` runs in the calling thread.
+        Once the storage thread has ended, no other thread uses its files, and ``function`` runs in the calling thread.
         """
         future: Future[T] = Future()
 

@@ -1,8 +1,7 @@
 """What a rank's documents took, over all attempts: requests, tokens and rollouts.
 
-Each commit holds the sums of its chunk, so a kill loses both or neither. The sums are integers (number, total, squares,
-lowest, highest), from which mean and variance are computed once, at the end. Of what an earlier release has finished,
-only totals are known.
+Each commit holds the sums of its chunk, so a kill loses both or neither. The sums are integers, from which mean and
+variance are computed once, at the end. Of an earlier release's work, only totals are known.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class Sums:
     high: int | None = None
 
     def count(self, values: Sequence[int]) -> None:
-        """Adds these numbers."""
         if values:
             self.add(Sums(len(values), sum(values), sum(map(mul, values, values)), min(values), max(values)))
 

@@ -1,7 +1,7 @@
 """Which process works on which rank: hints in ``logging_dir/claims``, beside datatrove's ``completions``.
 
-Workers take ranks that no other process has. The rank's lock, its fence and its mirror's owner stay the truth: two
-processes on one rank are waste, never damage. So no clock and no listing has to be right.
+The rank's lock, its fence and its mirror's owner stay the truth: two processes on one rank are waste, never damage. So
+no clock and no listing has to be right.
 
     a mark          rank, number, owner: the mark with the largest number counts, of these the smallest owner
     an owner        a process with a beat (``stores.py``); or FREE, or GIVEN_UP
@@ -9,10 +9,8 @@ processes on one rank are waste, never damage. So no clock and no listing has to
     no mark         the rank is free, or complete
     a record        the content of a mark: how often the rank ended without progress, and why it is given up
 
-What one launch has given up, the next one tries again: see ``LAUNCH``.
-
 A process that dies leaves its marks behind. The next owner of such a rank counts an attempt, if the process had no
-other rank: else the other one may have been the cause. The next owner therefore runs the rank alone.
+other rank, which may have been the cause. The next owner therefore runs the rank alone.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError
 
-# They begin no other owner's name: those are hexadecimal, and sorted before.
+# Names of processes are hexadecimal, and sorted before.
 FREE = "free"
 GIVEN_UP = "given-up"
 LAUNCH = "DATATROVE_CKPT_LAUNCH"
-"""The environment variable whose value is the same for all workers that were launched together."""
+"""The environment variable whose value all workers of a launch share. The next launch tries again what one gives up."""
 _RUN = "-run"  # the end of the name of an owner that runs all ranks
-_KILLS = 3  # so many kills count as one attempt: mostly it was the machine, and not the rank
+_KILLS = 3  # so many kills count as one attempt: mostly the machine is the cause, and not the rank
 _open_here: set[str] = set()  # the owners that are this process
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
 
@@ -54,14 +52,14 @@ class Mark(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a store holds now: all marks, and the owners that are alive, or whose last beat is old."""
+    """All marks of a store, and the owners that are alive, or whose last beat is old."""
 
     marks: list[Mark]
     alive: set[str]
     dead: set[str]
 
     def current(self) -> dict[int, Mark]:
-        """The mark of each rank that counts."""
+        """Returns the mark of each rank that counts."""
         found: dict[int, Mark] = {}
         for mark in sorted(self.marks, key=lambda mark: (-mark.number, mark.owner)):
             found.setdefault(mark.rank, mark)
@@ -69,7 +67,7 @@ class Look(NamedTuple):
 
 
 class Claimant(NamedTuple):
-    """A process and its ranks. ``process``: process id and host. ``runs_all``: beside it, no worker takes ranks."""
+    """A process, by its process id and host, and its ranks."""
 
     process: str
     ranks: list[int]
@@ -85,20 +83,18 @@ class Free(NamedTuple):
 
 
 class ClaimReader(Protocol):
-    """Where marks and beats lie, for a process that only reads them."""
-
     def look(self) -> Look: ...
 
     def read(self, mark: Mark) -> bytes: ...
 
     def name(self, owner: str) -> str:
-        """Process id and host of an owner."""
+        """Returns process id and host of an owner."""
 
 
 class ClaimStore(ClaimReader, Protocol):
     """
     Attributes:
-        beat_seconds: between two beats. An owner without a beat for five times as long is dead.
+        beat_seconds: an owner without a beat for five times as long is dead.
     """
 
     beat_seconds: float
@@ -111,7 +107,7 @@ class ClaimStore(ClaimReader, Protocol):
     def beat(self) -> None: ...
 
     def forget(self, owner: str) -> None:
-        """Removes an owner's beat."""
+        """Removes the beat of an owner."""
 
     def close(self) -> None:
         """Ends the process's own beat."""
@@ -121,7 +117,7 @@ class ClaimStore(ClaimReader, Protocol):
 class Record:
     """
     Attributes:
-        tries: attempts in a row that ended by a failure or a death, and of which all but the first made no progress.
+        tries: attempts in a row that ended by a failure or a death, all but the first without progress.
         reached: the rank's progress at the end of the last of them.
         why: the cause, if the rank is given up.
         alone: the owner has no other rank, so its death counts as an attempt.
@@ -139,12 +135,11 @@ class Claims:
     Args:
         owner: names this process in ``store``.
         incomplete: lists the ranks that are not complete. Called at each look, and after each beat in a thread.
-        reached: measures a rank's progress.
         max_attempts: after so many attempts without progress a rank is given up.
         alone: this process runs one rank at a time.
         has_time: whether a rank that takes so many seconds can end before this process must.
-        is_worker: take ranks in any order, so that not all workers try the same one; and try again what another launch
-            gave up.
+        is_worker: takes ranks in any order, so that not all workers try the same rank; and tries again what another
+            launch gave up.
     """
 
     def __init__(
@@ -160,7 +155,7 @@ class Claims:
     ) -> None:
         self._store = store
         self.done: set[int] = set()
-        """The ranks that this process has completed: a listing may not show that yet."""
+        """Ranks that this process has completed: a listing may not show that yet."""
         self._owner = owner
         self._incomplete = incomplete
         self._reached = reached
@@ -179,14 +174,11 @@ class Claims:
         threading.Thread(target=self._beat, name="datatrove-ckpt claims", daemon=True).start()
 
     def free(self) -> Free:
-        """The ranks that this process may take now."""
         with self._guard:
             return self._free(self._store.look())
 
     def next(self) -> int | None:
-        """Takes a rank. None: no rank is free now, or that cannot be seen: other ranks of this process go on. Or the
-        time of this process ends too soon.
-        """
+        """Takes a rank. Returns None if no rank is free, the store cannot be read, or no time is left."""
         if not self.has_time:
             return None
         with self._guard, _hint():
@@ -201,11 +193,10 @@ class Claims:
 
     @property
     def has_time(self) -> bool:
-        """Whether a rank that takes as long as the completed ones can end in time."""
         return self._has_time(sum(self._took) / max(1, len(self._took)))
 
     def complete(self, rank: int) -> None:
-        """The rank is marked as complete, and needs no claim any more."""
+        """Drops the claim of a rank that is marked as complete."""
         with self._guard, _hint():
             self.done.add(rank)
             self._took.append(time.monotonic() - self._taken_at[rank])
@@ -214,18 +205,18 @@ class Claims:
                 self._store.remove(mark)
 
     def release(self, rank: int) -> None:
-        """The rank has stopped early, and may be taken by any process. That counts as no attempt."""
+        """Frees a rank that has stopped early. That counts as no attempt."""
         with self._guard:
             self._let_go(rank, self._held[rank][1])
 
     def lost(self, rank: int) -> None:
-        """Another process has the rank's lock. This process tries the rank again later."""
+        """Frees a rank whose lock another process holds. This process tries the rank again later."""
         with self._guard:
             self._locked[rank] = time.monotonic() + _LOCKED_SECONDS
             self.release(rank)
 
     def failed(self, rank: int, why: str, for_good: bool) -> None:
-        """The rank has failed. It is given up if it would fail again (``for_good``), or has failed too often."""
+        """Counts a failure. The rank is given up if it would fail again (``for_good``), or has failed too often."""
         with self._guard:
             record = self._counted(rank, self._held[rank][1])
             if for_good or record.tries >= self._max_attempts:
@@ -233,22 +224,19 @@ class Claims:
             self._let_go(rank, record)
 
     def given_up(self) -> dict[int, str]:
-        """The ranks that are given up, each with its cause."""
         with self._guard:
-            marks = self._store.look().current().values()
-            return {mark.rank: _record(self._store, mark).why for mark in marks if self._is_given_up(mark)}
+            return given_up(self._store, self._given_up_prefix)
 
     def others(self) -> list[Claimant]:
-        """The other processes that are alive."""
+        """Returns the other processes that are alive."""
         with self._guard:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
 
     def workers(self) -> list[Claimant]:
-        """The same without those that run all ranks."""
         return [other for other in self.others() if not other.runs_all]
 
     def clear(self) -> None:
-        """Removes what no living process owns: ranks that are given up may be taken again."""
+        """Removes what no living process owns: ranks that are given up are free again."""
         with self._guard:
             marks, alive, dead = self._store.look()
             for mark in marks:
@@ -258,7 +246,6 @@ class Claims:
                 self._store.forget(owner)
 
     def close(self) -> None:
-        """Releases all ranks that this process still has."""
         self._closed.set()
         _open_here.discard(self._owner)
         with self._guard, _hint():
@@ -268,11 +255,11 @@ class Claims:
 
     @property
     def locked(self) -> set[int]:
-        """The ranks whose lock another process holds, as far as this process has tried."""
+        """Ranks whose lock another process holds, as far as this process has tried."""
         return set(self._locked)
 
     def _free(self, look: Look) -> Free:
-        """Those that a dead process has left come last, and only while this process has no other."""
+        """Ranks of dead processes come last, and only while this process has no rank."""
         if any(record.alone for _, record in self._held.values()) or any(map(is_run, look.alive)):
             return Free([], False)
         current = look.current()
@@ -283,7 +270,7 @@ class Claims:
             if rank in self._held or rank in self.done or self._locked.get(rank, 0.0) > time.monotonic():
                 continue
             if mark is None or mark.owner == self._owner or not (is_process(mark.owner) or self._is_given_up(mark)):
-                free.append(rank)  # a mark of its own that it does not hold: the write failed after it was done
+                free.append(rank)  # its own mark, but not held: the write failed after it was done
             elif is_process(mark.owner) and mark.owner not in look.alive:
                 left.append(rank)
         if not free and not self._held:
@@ -319,10 +306,14 @@ class Claims:
         self._taken_at[rank] = time.monotonic()
         return True
 
-    def _is_given_up(self, mark: Mark) -> bool:
+    @property
+    def _given_up_prefix(self) -> str:
         if self._is_worker:
-            return mark.owner == self._given_up
-        return mark.owner.startswith(GIVEN_UP)
+            return self._given_up
+        return GIVEN_UP
+
+    def _is_given_up(self, mark: Mark) -> bool:
+        return mark.owner.startswith(self._given_up_prefix)
 
     def _let_go(self, rank: int, record: Record) -> None:
         mark, _ = self._held.pop(rank)
@@ -336,11 +327,10 @@ class Claims:
                 self._store.remove(mark)
 
     def _is_current(self, mark: Mark) -> bool:
-        """Whether no other process has taken the rank since."""
         return self._store.look().current().get(mark.rank) == mark
 
     def _put(self, mark: Mark, record: Record, before: Look) -> bool:
-        """Writes a mark and removes those that it replaces."""
+        """Writes a mark, and removes older marks of the rank."""
         if not self._store.put(mark, orjson.dumps(asdict(record))):
             return False
         for old in before.marks:
@@ -349,7 +339,6 @@ class Claims:
         return True
 
     def _counted(self, rank: int, record: Record) -> Record:
-        """After one more attempt."""
         try:
             reached = self._reached(rank)
         except (OSError, CkptError) as error:
@@ -363,26 +352,20 @@ class Claims:
     def _beat(self) -> None:
         while not self._closed.wait(self._store.beat_seconds):
             try:
-                self._beat_once()
-                self._look_for_others()
-            except Exception as error:  # of a store's library, too: without this thread, others would take its ranks
+                self._beat_once(self._store.beat)
+                self._beat_once(self._incomplete)  # shows what others have completed, while this process takes no rank
+            except Exception as error:  # of a store's library, too: without beats, others would take its ranks
                 logger.warning(f"The beat of this process's claims failed: {error}. Other workers may take its tasks.")
 
-    def _beat_once(self) -> None:
+    def _beat_once(self, action: Callable[[], object]) -> None:
         with self._guard:
             if not self._closed.is_set():  # while it waited for the guard
-                self._store.beat()
-
-    def _look_for_others(self) -> None:
-        """Shows what other processes have completed, also while this one takes no rank for a long time."""
-        with self._guard:
-            if not self._closed.is_set():
-                self._incomplete()
+                action()
 
 
 @contextmanager
 def _hint() -> Iterator[None]:
-    """A claim that cannot be changed costs time, and must not hide why a rank has ended."""
+    """Logs errors: a claim that cannot be changed costs time, and must not hide why a rank has ended."""
     try:
         yield
     except Exception as error:  # of a store's library, too
@@ -390,7 +373,7 @@ def _hint() -> Iterator[None]:
 
 
 def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
-    """All processes that are alive, or have left ranks. ``without``: this owner."""
+    """Returns all processes that are alive or have left ranks, ``without`` this owner."""
     look = store.look()
     ranks: dict[str, list[int]] = {owner: [] for owner in sorted(look.alive)}
     for rank, mark in sorted(look.current().items()):
@@ -402,10 +385,9 @@ def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
     ]
 
 
-def given_up(store: ClaimReader) -> dict[int, str]:
-    """The ranks that any launch has given up, each with its cause."""
+def given_up(store: ClaimReader, prefix: str = GIVEN_UP) -> dict[int, str]:
     marks = store.look().current().values()
-    return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(GIVEN_UP)}
+    return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(prefix)}
 
 
 def _record(store: ClaimReader, mark: Mark) -> Record:
@@ -425,13 +407,12 @@ def is_run(owner: str) -> bool:
 
 
 def new_owner(runs_all: bool = False) -> str:
-    """A name for this process, mostly hexadecimal: its host, its process id, its start, and chance."""
+    """Returns a name for this process: host, process id, start, and random digits, all hexadecimal."""
     pid = os.getpid()
     return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * runs_all}"
 
 
 def has_ended(owner: str) -> bool:
-    """Whether the owner was a process of this host and is no more. Its last beat may be a moment old."""
     host = owner[:8]
     pid = int(owner[8:16], 16)
     started = int(owner[16:32], 16)
@@ -447,7 +428,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int:
-    """When a process has started, for another one may have its id now; 0 if there is none, or no ``/proc``."""
+    """Returns when a process has started: its id may be reused. 0 if there is none, or no ``/proc``."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""How far a rank is, as a few numbers that only grow: whether an attempt was in vain."""
+"""How far a rank is, as numbers that only grow: whether an attempt was in vain."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal
 from datatrove_ckpt.mirror.job import newest_manifest
 
 Progress: TypeAlias = tuple[int, int, int]
-"""Of a rank: bytes of commits, of journals and of saved answers. Earlier ones count more: a commit drops the others."""
+"""Bytes of a rank's commits, journals and saved answers. Earlier ones count more: a commit drops the others."""
 
 
 def mirrored_progress(urls: Iterable[str]) -> Progress:
-    """Of one rank, from the mirrors of its runners."""
     commits = journals = answers = 0
     for manifest in filter(None, map(newest_manifest, urls)):
         sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
@@ -25,7 +24,6 @@ def mirrored_progress(urls: Iterable[str]) -> Progress:
 
 
 def local_progress(folders: Iterable[Path]) -> Progress:
-    """Of one rank, from the checkpoints of its runners."""
     commits = journals = answers = 0
     for path in [path for folder in folders for path in folder.glob("*")]:
         try:

@@ -1,11 +1,11 @@
-"""Where claims lie, and how another process knows that their owner is alive.
+"""Where claims lie, and which of their owners are alive.
 
-    a disk          claims/00007-000003, with the owner in it: its name is given once, by a hard link
-                    claims/workers/OWNER, locked by the owner. Alive is who holds the lock. Where locks do not work, or
-                    only between the processes of one machine: whose file changed shortly before our own file did
+    a disk          claims/00007-000003, with the owner in it: a hard link gives the name once
+                    claims/workers/OWNER: the owner is alive if it holds the lock of this file; or, where locks do not
+                    work between machines, if the file changed shortly before our own file
     object stores   claims/00007-000003-OWNER: two processes may write the same number, and look again after a while
-                    claims/workers/OWNER: alive is whose object was written shortly before our own object was, unless
-                    the process was of this host, and has ended
+                    claims/workers/OWNER: the owner is alive if its object was written shortly before our own object,
+                    unless it was a process of this host, and has ended
 
 So times are compared only with each other, as the file server or the store has stamped them.
 """
@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import orjson
 from fsspec.utils import get_protocol
@@ -39,10 +38,9 @@ _HUB_SETTLES = 5.0
 _WORKERS = "workers"
 
 
-def open_store(url: str, owner: str, options: Mapping[str, Any]) -> ClaimStore:
+def open_store(url: str, owner: str, options: Mapping[str, object]) -> ClaimStore:
     """
     Args:
-        url: the folder of the claims.
         owner: names this process.
         options: of the file system.
     """
@@ -53,15 +51,12 @@ def open_store(url: str, owner: str, options: Mapping[str, Any]) -> ClaimStore:
 
 
 def open_reader(url: str) -> ClaimReader:
-    """The claims in a folder, for a process that has none. Changes nothing."""
     if get_protocol(url) in ("file", "local"):
         return DiskReader(Path(url))
     return ObjectClaims(url, "", _SETTLES)
 
 
 class DiskReader:
-    """Claims in a folder of a disk, or of a network file system."""
-
     beat_seconds = 30.0
 
     def __init__(self, folder: Path) -> None:
@@ -108,11 +103,10 @@ class DiskReader:
         return now - changed < _BEATS * self.beat_seconds
 
     def _now(self) -> float | None:
-        """The time by the clock that has stamped the beats. None: it is not known until the next beat."""
+        """Returns the time by the clock that has stamped the beats. None: unknown until the next beat."""
         return time.time()
 
     def _has_ended(self, owner: str) -> bool:
-        """Whether a process of this host that holds no lock has ended."""
         return has_ended(owner)
 
 
@@ -139,7 +133,7 @@ class DiskClaims(DiskReader):
         files.disk.remove(self._path(mark))
 
     def beat(self) -> None:
-        if not self._own.path.exists():  # another process took this one for dead
+        if not self._own.path.exists():  # another process took it for dead
             removed = self._own
             self._own = files.Lock(removed.path)
             removed.release()
@@ -157,7 +151,7 @@ class DiskClaims(DiskReader):
     def _now(self) -> float | None:
         try:
             return self._own.path.stat().st_mtime
-        except FileNotFoundError:  # another process took this one for dead
+        except FileNotFoundError:  # another process took it for dead
             return None
 
     def _has_ended(self, owner: str) -> bool:
@@ -165,7 +159,7 @@ class DiskClaims(DiskReader):
 
 
 def _parsed(path: Path) -> tuple[str, dict[str, object]]:
-    """Owner and record; of a file that is gone or damaged, as if its rank were free."""
+    """Returns owner and record. The rank of a file that is gone or damaged is free."""
     try:
         owner, record = orjson.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -181,17 +175,17 @@ def _named(process: bytes) -> str:
 
 
 class ObjectClaims:
-    """Claims below a URL.
-
+    """
     Args:
         owner: names this process; empty: it only reads.
         settle_seconds: after this, a listing shows what every process had written before.
-        options: of the file system.
     """
 
     beat_seconds = 60.0
 
-    def __init__(self, url: str, owner: str, settle_seconds: float, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, owner: str, settle_seconds: float, options: Mapping[str, object] | None = None
+    ) -> None:
         self._store = ObjectStore(url, apart=True, options=options)
         self._owner = owner
         self._settle_seconds = settle_seconds
@@ -242,7 +236,7 @@ class ObjectClaims:
         if self._owner:
             now = beats.get(self._owner, 0.0)
         dead_seconds = _BEATS * self.beat_seconds
-        # Of a store that keeps no times, the difference is no number: then everybody is alive.
+        # In a store that keeps no times, the difference is NaN: then every owner is alive.
         alive = {owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)}
         if self._owner:
             alive.add(self._owner)

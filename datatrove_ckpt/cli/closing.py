@@ -21,10 +21,10 @@ from datatrove_ckpt.preflight.run_plan import RunnerPlan
 
 
 def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
-    """The closing line, over all ranks, their retries and all attempts, with what was checked.
+    """Returns the closing line.
 
     Args:
-        started: when the command did, in Unix seconds. Retries since then are named.
+        started: of the command, in Unix seconds. Retries since then are named.
 
     Raises:
         CheckpointCorrupt: the commits contradict each other.
@@ -61,10 +61,6 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
 
 
 def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> None:
-    """
-    Raises:
-        CheckpointCorrupt, InputError: see ``closing_line``.
-    """
     if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
         raise CheckpointCorrupt(
             f"The commits in {root} contradict each other: {counts.read} documents read, {counts.written} written, "
@@ -81,7 +77,7 @@ def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> 
 
 
 def _why_none(root: Path, counts: DocumentCounts) -> str:
-    """The most frequent cause, as a sentence with a space after it, if every document is dead; else empty."""
+    """Returns the most frequent cause, with a space after it, if every document is dead; else ""."""
     if counts.dead != counts.read:
         return ""
     ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
@@ -108,7 +104,7 @@ def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts) -> str:
 
 
 def _attempts(job: JobSums) -> str:
-    """What all attempts sent, as a sentence with a space before it; empty if nothing was repeated."""
+    """Returns what all attempts sent, with a space before it; "" if nothing was repeated."""
     sent = job.numbers.work
     ranks = len(job.committed)  # with retries
     attempts = max(ranks, job.numbers.number_of_attempts)
@@ -134,7 +130,6 @@ def _attempts(job: JobSums) -> str:
 
 
 def _checked(checked: Checked) -> str:
-    """A sentence with a space before it; empty if nothing could be compared here."""
     parts = []
     if checked.jobs:
         files = sum(job.numbers.files for job in checked.jobs.values())

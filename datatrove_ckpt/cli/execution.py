@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
-import time
-from collections.abc import Sequence
-from types import FrameType
-from typing import Any, Self
 
-import multiprocess
 from datatrove.executor.base import PipelineExecutor
 from loguru import logger
 
@@ -22,6 +16,7 @@ from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -36,14 +31,14 @@ from datatrove_ckpt.errors.doors import command
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
-from datatrove_ckpt.preflight.doctor import Look, check_rules_of_hub
+from datatrove_ckpt.preflight.doctor import check_rules_of_hub
 from datatrove_ckpt.preflight.run_plan import RunPlan, checkpoints_seen
-from datatrove_ckpt.process.pool_signals import usual_handler
+from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
 
-def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argparse.Namespace) -> int:
-    """Runs what ``build`` has made of a file's content. Returns the exit code.
+def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:
+    """Runs the executor of a file. Returns the exit code.
 
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
@@ -73,20 +68,20 @@ def execute(executor: PipelineExecutor, content: dict[str, Any], arguments: argp
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Checks that no other number of tasks was begun with.
-
-    Raises:
-        CheckpointMismatch: it names the number.
     """
-    for step, root in plan.kept:
-        if root.is_dir() and rank_numbers(root):
-            refuse_other_tasks(root, step.identity(plan.tasks))
+    Raises:
+        CheckpointMismatch: the run has another number of tasks.
+    """
+    for runner in plan.runners:
+        root = runner.root
+        if root is not None and root.is_dir() and rank_numbers(root):
+            refuse_other_tasks(root, runner.identity)
 
 
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
-    """Checks, runs, and turns errors and signals into messages and exit codes."""
     started = False
-    interruption = Interruption([name for runner in plan.runners for name in runner.step.drain_signals])
+    drain_signals = [signal.Signals[name] for runner in plan.runners for name in runner.step.drain_signals]
+    interruption = Interruption([*STOP_SIGNALS, *drain_signals])
     try:
         with interruption:
             if arguments.fail_on_dead_letters and slurm_submit.submits(executor):
@@ -131,7 +126,10 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
         if own is None:
             raise
         advise(own, plan)
-        return fail(own, exit_code(own, arguments.worker))
+        code = 1  # scripts know it
+        if arguments.worker:
+            code = code_of_rank(own)
+        return fail(own, code)
     finally:
         say_errors_later(False)
     return 0
@@ -144,22 +142,14 @@ def _work(executor: LocalPipelineExecutor) -> None:
 
 
 def _warn_of_hub(plan: RunPlan) -> None:
-    """Warns as ``doctor`` does of commits to the hub that take days."""
     for runner in plan.runners:
-        for finding in check_rules_of_hub(Look(plan), runner.step):
+        for finding in check_rules_of_hub(plan, runner.step):
             if finding.state == "warning":
                 logger.warning(f"{finding.what}: {finding.message}")
 
 
-def exit_code(error: Exception, of_worker: bool) -> int:
-    """Of a run that an error stopped. Of a worker: ``code_of_rank``. Others end with 1: scripts know it."""
-    if of_worker:
-        return code_of_rank(error)
-    return 1
-
-
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
-    """Runs the executor, or submits it, and prints the last line. Returns the number of dead letters that are left."""
+    """Runs or submits the executor, and prints the last line. Returns the number of dead letters that are left."""
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
@@ -224,7 +214,7 @@ def _retry_dead_letters(plan: RunPlan) -> None:
 
     Raises:
         ConfigError: a rank is not complete; datatrove would mark it as complete although its input is not done.
-        CheckpointMismatch: see ``_check_tasks``. Then the ranks that are not complete are not those of the run.
+        CheckpointMismatch: see ``_check_tasks``.
     """
     _check_tasks(plan)
     incomplete = plan.incomplete(skip_completed=True)
@@ -235,67 +225,3 @@ def _retry_dead_letters(plan: RunPlan) -> None:
         )
     for runner in plan.runners:
         runner.step.retry_dead_letters = True
-
-
-# signals --------------------------------------------------------------------------------------------------------------
-
-# What the command does on a signal: it lets every rank save what it has, and ends with one line.
-#
-# ``process/preemption.py`` handles signals in a rank, ``process/workers.py`` in the process that waits for workers.
-# Before and after them, and in datatrove's own executors, a signal is an exception.
-
-
-_FATAL = (signal.SIG_DFL, signal.default_int_handler)
-_TO_END = 10.0  # seconds for all that datatrove's executors left behind
-
-
-class Interruption:
-    """``with Interruption(signals) as interruption:`` around what a command does.
-
-    Signals that would end this process on the spot raise KeyboardInterrupt instead: whatever ends in good order on
-    Ctrl-C does so on these, too.
-
-    Args:
-        signals: names of further signals than SIGINT, SIGTERM and SIGHUP.
-
-    Attributes:
-        number: the signal that came.
-    """
-
-    def __init__(self, signals: Sequence[str]) -> None:
-        self.number: int | None = None
-        self._names = dict.fromkeys(["SIGINT", "SIGTERM", "SIGHUP", *signals])
-        self._borrowed: dict[int, Any] = {}
-        self._pid = os.getpid()
-
-    def __enter__(self) -> Self:
-        for name in self._names:
-            number = signal.Signals[name]
-            if usual_handler(signal.getsignal(number)) in _FATAL:
-                self._borrowed[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.number is not None:
-            _end_children()
-        for number, previous in self._borrowed.items():
-            signal.signal(number, previous)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a worker that datatrove's executor forked
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        self.number = self.number or number
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def _end_children() -> None:
-    """Those of datatrove's pools that a second signal left."""
-    children = multiprocess.active_children()
-    for child in children:
-        child.terminate()
-    deadline = time.monotonic() + _TO_END
-    for child in children:
-        child.join(max(0.0, deadline - time.monotonic()))
-        child.kill()

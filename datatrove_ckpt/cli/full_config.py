@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from datatrove_ckpt.cli.yaml_config import MASK, dump, import_name, leaves, parameters_of
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import is_secret
 
 
@@ -15,7 +14,7 @@ class FullConfig:
         content: what the file says, with overrides applied. ``build`` must have accepted it.
     """
 
-    def __init__(self, content: dict[str, Any]) -> None:
+    def __init__(self, content: JsonObject) -> None:
         self._secrets: list[str] = []
         self._content = {**content, "executor": self._masked("", content["executor"])}
 
@@ -28,13 +27,13 @@ class FullConfig:
         return head + "".join(f"#   {place}\n" for place in hidden) + dump(self._content)
 
     def redact(self, text: str) -> str:
-        """Another text, with the same secrets masked."""
+        """Masks the same secrets in another text."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, MASK)
         return text
 
-    def _masked(self, name: str | None, value: Any) -> Any:
-        """A value without its secrets. ``name`` is None where names tell nothing about them."""
+    def _masked(self, name: str | None, value: object) -> object:
+        """Masks the secrets of a value. ``name`` is None where names tell nothing about them."""
         if value and isinstance(value, str | list | dict) and is_secret(name or "", value):
             self._secrets += [text for _, text in leaves(value, "") if text and isinstance(text, str)]
             return MASK

@@ -6,8 +6,7 @@
     podFailurePolicy    what follows from the exit codes of ``run --worker`` (``cli/execution.py``)
 
 The controller starts an index's next pod when the last one has ended, with the same host name: so others see at once
-that the last one's claims are free. If a node only seems to be gone, the mirror or the lock tells which of two pods
-goes on.
+that its claims are free. If a node only seems to be gone, the mirror or the lock decides which pod resumes.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.short_form import Node, read_config
-from datatrove_ckpt.cli.yaml_config import MASK, build, construct, dump, leaves
+from datatrove_ckpt.cli.short_form import Node, make_executor
+from datatrove_ckpt.cli.yaml_config import MASK, construct, dump, leaves
 from datatrove_ckpt.common.redaction import is_surely_secret, redact
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
@@ -67,10 +66,8 @@ def k8s(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: a mistake in the file, or a job that would lose its work with its pods.
     """
-    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     source = arguments.config or "the command line"
-    content = read_config(arguments.config, arguments.overrides)
-    executor = build(content)
+    content, executor = make_executor(arguments.config, arguments.overrides)
     refuse_other_kinds(executor, "k8s")
     plan = RunPlan(executor)
     job = kubernetes_job(content, plan)
@@ -103,12 +100,12 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
 
 
 def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
-    """The section of a job's content; checks that a drain ends before the grace period.
+    """Builds the section, and checks that a drain ends before the grace period.
 
     Raises:
         ConfigError: a mistake in it, or too little time.
     """
-    job: KubernetesJob = construct(KubernetesJob, content.get(_SECTION), _SECTION)
+    job = construct(KubernetesJob, content.get(_SECTION), _SECTION)
     steps = [runner.step for runner in plan.runners]
     drain = max((step.drain_seconds for step in steps), default=0.0)
     stops = (config.server_stop_timeout_sec for step in steps for config in step.models.values())
@@ -154,7 +151,7 @@ def _name(job: KubernetesJob, source: str, workers: int) -> str:
 
 
 def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
-    """With the job's file, and the user's own modules that building it has imported, as far as there is room.
+    """Returns the job's file, and the user's own modules, as far as there is room.
 
     Raises:
         ConfigError: the file is too large.
@@ -176,7 +173,7 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
 
 
 def _texts(files: dict[str, Path], most: int) -> dict[str, str]:
-    """By key of a ConfigMap; none if they have more bytes, or one is no text, or its name cannot be a key."""
+    """Returns texts by key of a ConfigMap; none if one cannot be there, or they are too large."""
     keys = {name: name.replace("/", "..") for name in files}
     fit = all(".." not in name and _KEY.fullmatch(key) for name, key in keys.items())
     if not fit or sum(path.stat().st_size for path in files.values()) > most:
@@ -255,7 +252,6 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node, workers: int) -> N
 
 
 def _gpus(plan: RunPlan) -> int:
-    """Of one worker."""
     configs = [config for runner in plan.runners for config in runner.step.models.values()]
     leased = (config.gpus_each * config.replicas for config in configs if config.engine.leases_gpus)
     return sum(leased) + sum(config.gpus or 0 for config in configs if not config.engine.leases_gpus)

@@ -1,14 +1,9 @@
 """``datatrove-ckpt``: every command with its options and its help; parses the command line and calls the command.
 
 A command is a function below ``_command``: its docstring is its ``--help``. The function of the same name in the module
-of ``cli`` that ``_command`` names carries it out. Only then is that imported, so that ``--help`` and ``status`` start
-without datatrove.
+that ``_command`` names carries it out, and is imported only then: ``--help`` and ``status`` start without datatrove.
 
-Exit codes: 0 done; 1 stopped by an error, the same command continues from there; 2 a mistake in the file or on the
-command line, nothing was started; 128 + n ended by signal n, so 130 for Ctrl-C; the same command continues from there.
-``verify`` also has 3: no problem, but not finished.
-
-An error of this package is its message: no traceback of it reaches the terminal. The task's log file keeps one.
+No traceback of an error of this package reaches the terminal. The task's log file keeps one.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -41,10 +35,6 @@ in the long form by path; init_args is left out, steps count from 0:
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
 """
-_REMOVED = {
-    "start-over": "Move the run folder aside (mv runs/x runs/x.1) while no task of it runs, and run the same command.",
-    "repair": "Use datatrove-ckpt repair WHAT, and then run the same command.",
-}
 _WHAT_HELP = """\
 WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:
 s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had:
@@ -73,10 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_log()
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
-    for flag in overrides:
-        name = flag.removeprefix("--").partition("=")[0]
-        if name in _REMOVED:
-            parser.error(f"--{name}: is no flag any more. {_REMOVED[name]}")
     bare = next((flag for flag in overrides if "=" not in flag), None)
     if bare is not None:
         close = get_close_matches(bare, _own_flags(given), n=1)
@@ -89,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
-    """The command that runs the job; empty for commands that look at a run."""
+    """Returns the command that runs the job; empty for commands that look at a run."""
     if arguments.name not in ("run", "doctor"):
         return []
     if arguments.name == "doctor":
@@ -123,16 +109,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``datatrove-ckpt``. Parsed arguments have the ``name`` of the command and its ``module``."""
+    """Returns the parser. Parsed arguments have the ``name`` of the command and its ``module``."""
     as_written = argparse.RawDescriptionHelpFormatter
     what = "Crash-proof LLM inference for datatrove."
     parser = _Parser(prog="datatrove-ckpt", description=what, formatter_class=as_written)
     parser.add_argument("--version", action="version", version=f"datatrove-ckpt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     examples = ["examples:\n"]
-    for name, module, listed, text, arguments in _COMMANDS:
+    for name, module, text, arguments in _COMMANDS:
         description, _, epilog = text.partition("\n\n")
-        what = listed or f"{description[0].lower()}{description[1:-1]}"
+        what = f"{description[0].lower()}{description[1:-1]}"
         end = f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP)
         command = commands.add_parser(name, help=what, description=description, epilog=end, formatter_class=as_written)
         command.set_defaults(name=name, module=module)
@@ -165,27 +151,25 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _own_flags(arguments: list[str]) -> set[str]:
-    """Of the command that is called."""
-    options = {name: given for name, _, _, _, given in _COMMANDS}.get(next(iter(arguments), ""), ())
+    options = {name: given for name, _, _, given in _COMMANDS}.get(next(iter(arguments), ""), ())
     return {"-h", "--help", "--version", "--", *(name for names, _ in options for name in names)}
 
 
 def _takes_overrides(arguments: argparse.Namespace) -> bool:
-    """Whether the command looks at a YAML file."""
     if "what" not in arguments:
         return "config" in arguments
     from datatrove_ckpt.maintenance.where import is_config
 
-    return is_config(arguments.what) or is_config(getattr(arguments, "new", ""))
+    return is_config(arguments.what)
 
 
 # kinds of values -----------------------------------------------------------------------------------------------------
 
 
-def _count(of: str, text: str, least: int = 1) -> int:
-    if text.isdecimal() and least <= int(text) < 10**7:
+def _count(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) < 10**7:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of {of}, such as 8")
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of documents, such as 8")
 
 
 def parse_time(text: str) -> float:
@@ -220,23 +204,18 @@ _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
 
-_N = partial(_count, "documents")
-
 # commands ------------------------------------------------------------------------------------------------------------
 
-_COMMANDS: list[tuple[str, str, str, str, tuple[_Argument, ...]]] = []
+_COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
 
 
-def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[Callable[[], None]], None]:
-    """Makes a command of a function. Below "examples:" in its docstring stand command lines that are run by the tests.
+def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]], None]:
+    """Makes a command of a function. The tests run the command lines below "examples:" in its docstring.
 
     Args:
         module: of ``cli``; its function of this name takes the parsed arguments and returns the exit code.
-        listed: what ``datatrove-ckpt --help`` says of it; by default the first line of the docstring.
     """
-    return lambda described: _COMMANDS.append(
-        (described.__name__, module, listed, inspect.getdoc(described) or "", arguments)
-    )
+    return lambda described: _COMMANDS.append((described.__name__, module, inspect.getdoc(described) or "", arguments))
 
 
 @_command(
@@ -248,14 +227,13 @@ def _command(module: str, *arguments: _Argument, listed: str = "") -> Callable[[
         "--retry-dead-letters",
         "process the dead letters of a finished run, into output files of their own, instead of the input",
     ),
-    _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_N),
+    _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_count),
     _flag("--worker", "run tasks that no other process runs, until there is none; start any number of them"),
     _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
-    listed="run the pipeline of a YAML file; run it again to resume",
 )
 def run() -> None:
-    """Run the pipeline of a YAML file. After any interruption the same command finishes the rest.
+    """Run the pipeline of a YAML file; run it again to resume.
 
     examples:
       datatrove-ckpt run configs/quickstart.yaml
@@ -388,7 +366,7 @@ def report() -> None:
 @_command(
     "show",
     _WHAT,
-    _argument("N", "how many; 5 unless said otherwise", "--n", type=_N, default=5),
+    _argument("N", "how many; 5 unless said otherwise", "--n", type=_count, default=5),
     _argument("ID", "those with this id, as a whole", "--id"),
     _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
     _flag("--dead", "dead letters that no retry has taken, with their causes"),

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
 
 import orjson
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CkptError, printable
 
 
-def as_json(content: dict[str, Any]) -> str:
-    """One JSON object as text."""
+def as_json(content: JsonObject) -> str:
     return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
 
 
 def takes_unicode() -> bool:
-    """Whether the output takes more than ASCII."""
+    """Returns whether the output takes more than ASCII."""
     return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
 
 
 def say(text: str) -> None:
-    """Prints the text, and a line break."""
     write_out(f"{text}\n")
-
-
-def announce(lines: Iterable[str], carry_out: Callable[[], str] | None, dry_run: bool = False) -> None:
-    """Prints what will be done to a run, then does it, unless it is a ``dry_run``, and prints what is next.
-
-    Args:
-        carry_out: returns what the user is to do next; None: there is nothing to do.
-    """
-    for line in lines:
-        say(line)
-    if carry_out is not None:
-        say("Nothing was done (--dry-run)." if dry_run else carry_out())
 
 
 def write_out(text: str, raw: bool = False) -> bool:

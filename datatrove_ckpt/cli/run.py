@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
-from datatrove_ckpt.cli.short_form import Node, make_executor, read_config
+from datatrove_ckpt.cli.short_form import Node, make_executor
 from datatrove_ckpt.cli.yaml_config import build
-from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
-    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    content, executor = _build(arguments)
+    content, executor = make_executor(arguments.config, arguments.overrides)
+    if arguments.worker:
+        executor = _as_worker(executor, content, arguments)
     if "kubernetes" in content:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
         from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -45,19 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
-
-
-def _build(arguments: argparse.Namespace) -> tuple[Node, PipelineExecutor]:
-    """The file's content, with the overrides, and what it describes.
-
-    Raises:
-        ConfigError: a mistake in it; or no worker can run its tasks.
-    """
-    content = read_config(arguments.config, arguments.overrides)
-    executor = build(content)
-    if arguments.worker:
-        executor = _as_worker(executor, content, arguments)
-    return content, executor
 
 
 def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> PipelineExecutor:
@@ -83,31 +70,21 @@ def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Na
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
-    executor = make_executor(arguments.config, arguments.overrides)
+    _, executor = make_executor(arguments.config, arguments.overrides)
     from datatrove_ckpt.preflight.doctor import doctor as examine  # a file with a mistake needs none of it
 
     checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)
-    if problems:
-        code = 1
-    else:
-        code = 0
+    code = int(problems > 0)
     if arguments.json:
         content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
         say(as_json(content))
     else:
         warnings = sum(check.state == "warning" for check in checks)
-        if problems:
-            found = plural(problems, "problem")
-        else:
-            found = "no problem"
-        warned = "no warning"
-        if warnings:
-            warned = plural(warnings, "warning")
-        total = f"{found}, {warned}: {plural(len(checks), 'check')}"
+        found = f"{plural_or_no(problems, 'problem')}, {plural_or_no(warnings, 'warning')}"
         states = ["warning", "problem"]  # what matters most, last
         if arguments.all:
             states = ["ok", *states]
         shown = [str(check) for state in states for check in checks if check.state == state]
-        say("\n".join([*shown, total]))
+        say("\n".join([*shown, f"{found}: {plural(len(checks), 'check')}"]))
     return code

@@ -6,8 +6,7 @@
     model: HuggingFaceTB/SmolLM2-1.7B-Instruct
 
 Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can stand beside these by
-its name, in the file and on the command line. What the form does not say is chosen from the input and the machine. A
-run that has begun keeps its number of tasks.
+its name. The other settings follow from the input and the machine. A run that has begun keeps its number of tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from difflib import get_close_matches
 from glob import escape, has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from datatrove_ckpt.checkpoint.job import tasks_of
 from datatrove_ckpt.cli.yaml_config import (
@@ -37,6 +36,7 @@ from datatrove_ckpt.cli.yaml_config import (
     refuse_unknown,
     set_at_path,
 )
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
@@ -44,7 +44,7 @@ from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.doors import Door, current, entered, use
 
-Node = dict[str, Any]
+Node: TypeAlias = JsonObject
 
 _BY_READER = {
     "JsonlReader": ".jsonl .json .ndjson",
@@ -56,7 +56,7 @@ _SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffi
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 READERS = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
 _MOST_TASKS = 100
-_LEAST_BYTES = 1 << 22  # of a task on this machine: a chunk or two, by far longer than the start of a task takes
+_LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ class ShortJob:
 
     @property
     def is_elsewhere(self) -> bool:
-        """The tasks run on other machines than this one, with GPUs of their own."""
         return self.slurm is not None or self.kubernetes is not None or self.jobs is not None
 
 
@@ -127,7 +126,7 @@ OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_
 
 
 def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
-    """The job of a file in the long form, with the overrides applied. Each override is a ``path=value``.
+    """Returns the job of a file in the long form, with the overrides (``path=value``) applied.
 
     Args:
         path: None: the overrides are the whole job, in the short form.
@@ -161,26 +160,26 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     return content
 
 
-def make_executor(path: str | None, overrides: list[str]) -> Any:
-    """Builds the executor that the file and the overrides describe. Runs nothing.
+def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
+    """Returns what the file and the overrides say, and the executor that it describes.
 
     Raises:
         ConfigError: the first mistake in it.
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    return build(read_config(path, overrides))
+    content = read_config(path, overrides)
+    return content, build(content)
 
 
 # the long form --------------------------------------------------------------------------------------------------------
 
 
 def expand(content: Node, source: str, only_look: bool = False) -> Node:
-    """The long form.
+    """Returns the long form.
 
     Args:
         source: where the settings are, for messages.
-        only_look: at a run, whose input may be gone or far away. It is not listed, so its reader may have no class.
-            A prompt's file may be missing, too.
+        only_look: the input and prompt file may be gone. The input is not listed, so its reader may have no class.
 
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
@@ -189,18 +188,16 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
     if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {"prompt", "rollout", "task"}:
         refuse_unknown({name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source)
-    job: ShortJob = construct(ShortJob, own, source)
-    _check_place(job, content, source)
+    job = construct(ShortJob, own, source)
+    _check_place(job, source)
     url = "://" in job.run_folder
     root = Path(job.run_folder).expanduser()
     tasks = job.tasks
     if tasks is None:
         tasks = tasks_of(root / "checkpoints") or None
-    reader, files = _reader(job.input, source, tasks is None and job.is_elsewhere, only_look)
-    if tasks is None and job.is_elsewhere:
-        tasks = min(files, _MOST_TASKS)
+    reader = _reader(job.input, source, only_look)
     if tasks is None:
-        tasks = _tasks_here(reader["init_args"], only_look)
+        tasks = _count_tasks(reader["init_args"], job, source, only_look)
     rollout = _rollout(job, source)
     config = _server(job, content, source)
     runner: Node = {"rollout_fn": rollout, "config": config}
@@ -242,13 +239,10 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
 
 
 def _distribute(content: Node, places: list[tuple[Node, str]], source: str) -> Node:
-    """Puts each setting into the first of the places whose class has it. Returns those of an answer.
+    """Puts each setting into the first of the places whose class has it. Returns the sampling parameters.
 
     Args:
         places: nodes, with the classes whose arguments they hold.
-
-    Raises:
-        ConfigError: no class has one; or it is given twice.
     """
     answer = Node()
     known = dict.fromkeys(ANSWER, answer)
@@ -269,8 +263,7 @@ def _distribute(content: Node, places: list[tuple[Node, str]], source: str) -> N
     return answer
 
 
-def _check_place(job: ShortJob, content: Node, source: str) -> None:
-    """Where the tasks run, and whether its settings fit the form."""
+def _check_place(job: ShortJob, source: str) -> None:
     places = {name: getattr(job, name) for name in ("slurm", "kubernetes", "jobs") if getattr(job, name) is not None}
     if "jobs" in places and len(places) > 1:
         raise ConfigError(f"{source}: {', '.join(places)}: are different places to run. Give one of them.")
@@ -280,7 +273,6 @@ def _check_place(job: ShortJob, content: Node, source: str) -> None:
     if job.slurm is not None and "partition" not in job.slurm:
         raise ConfigError(f"{source}: slurm: needs a partition of the cluster: {{partition: NAME}}.")
     if "://" in job.run_folder and job.jobs is None:
-        refuse_unknown({name: None for name in content if get_close_matches(name, ["jobs"])}, NAMES, source)
         raise ConfigError(
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. For Hugging Face Jobs, "
             "add `jobs: {}`. For the output alone, give a folder here: --print-config then writes the long form, in "
@@ -317,40 +309,34 @@ def run(
         ConfigError: a mistake in the arguments; nothing was started.
         CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
     """
-    content: Node = {"prompt": prompt, "rollout": rollout}
-    for name, path in (("run_folder", run_folder), ("input", input)):
-        if isinstance(path, Path):
-            content[name] = str(path)
-        else:
-            content[name] = path
+    content: Node = {"run_folder": run_folder, "input": input, "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
-    content = {name: value for name, value in content.items() if value is not None}
+    for name in [name for name, value in content.items() if value is None]:
+        del content[name]
+    for name, value in content.items():
+        if isinstance(value, Path):
+            content[name] = str(value)
+    from datatrove_ckpt.cli.what_helps import advise  # slow to import
+    from datatrove_ckpt.preflight.run_plan import RunPlan
+
     with entered(Door(form="run()")):
-        _run(content)
-    is_url = "://" in str(run_folder)
-    if is_url:
+        executor = build(expand(content, "run()"))
+        try:
+            executor.run()
+        except CkptError as error:
+            advise(error, RunPlan(executor))
+            raise
+    if "://" in str(run_folder):
         return f"{str(run_folder).rstrip('/')}/output"
     return Path(run_folder, "output").expanduser()
 
 
-def _run(content: Node) -> None:
-    from datatrove_ckpt.cli.what_helps import advise  # slow to import
-    from datatrove_ckpt.preflight.run_plan import RunPlan
-
-    executor = build(expand(content, "run()"))
-    try:
-        executor.run()
-    except CkptError as error:
-        advise(error, RunPlan(executor))
-        raise
-
-
-def _node(class_path: str, **arguments: Any) -> Node:
+def _node(class_path: str, **arguments: object) -> Node:
     return {"class_path": class_path, "init_args": arguments}
 
 
-def _text(name: str, value: Any, source: str, only_look: bool) -> Any:
-    """The value of a setting; of a prompt ``@FILE``, the file's text. Who only looks needs no such file."""
+def _text(name: str, value: object, source: str, only_look: bool) -> object:
+    """Returns the value of a setting; of a prompt ``@FILE``, the file's text."""
     if name == "input" and isinstance(value, list):
         raise ConfigError(f"{source}: input: takes one path; several files are a pattern, or a folder of them.")
     if not name.endswith("prompt") or value is None:
@@ -369,7 +355,6 @@ def _text(name: str, value: Any, source: str, only_look: bool) -> Any:
 
 
 def _writer(job: ShortJob, folder: str) -> Node:
-    """Vectors are columns of numbers; anything else is for people, too."""
     name = "${rank}_chunk_${chunk_index}"
     if job.task == "embed":
         arguments: Node = {"output_filename": f"{name}.parquet", "expand_metadata": True}
@@ -378,7 +363,7 @@ def _writer(job: ShortJob, folder: str) -> Node:
 
 
 def _flags(task: str, config: Node) -> Node:
-    """``model_kwargs`` with what a server needs for the task; the user's come first."""
+    """Returns ``model_kwargs`` with what a server needs for the task; the user's override it."""
     from datatrove_ckpt.config.inference_config import ENGINES  # slow to import
 
     engine = ENGINES.get(str(config["server_type"]))
@@ -392,8 +377,8 @@ def _flags(task: str, config: Node) -> Node:
     return {}
 
 
-def _rollout(job: ShortJob, source: str) -> Any:
-    """A task's or prompt's rollout, a ready-made one by its name, with the prompt if there is one, or a function."""
+def _rollout(job: ShortJob, source: str) -> object:
+    """Returns the node of a ready-made rollout, or the user's function."""
     prompt = job.prompt
     name = job.rollout
     if prompt is None:
@@ -418,7 +403,7 @@ def _rollout(job: ShortJob, source: str) -> Any:
 
 
 def _server(job: ShortJob, content: Node, source: str) -> Node:
-    """The settings of the server: the endpoint's, or those of the engine that fits this machine."""
+    """Returns the settings of the server: of the endpoint, or of the engine that fits this machine."""
     if job.model is None:
         if job.endpoint:
             what = "the name that the endpoint knows"
@@ -437,10 +422,9 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and not job.is_elsewhere):
-        # It is quantised, so its name is not that on GPUs: a run that began with one must not go on with the other.
+        # It is quantised, so its name differs: the same run must not continue on GPUs.
         on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
         config |= {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
-        # Each request in work costs the memory of a whole context.
         return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
     config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
     if len(gpus) > 1 and not job.is_elsewhere and not {"tp", "dp", "pp"} & content.keys():
@@ -453,15 +437,12 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
 _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 
 
-def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Node, int]:
-    """The reader of an input, told by its names, and the number of its files if it ``counts``; else any number.
-
-    Lists the input only if its own name does not tell.
-    """
+def _reader(given: str, source: str, only_look: bool) -> Node:
+    """Returns the reader of an input. Lists the input only if its own name does not tell its format."""
     found = _DATASET.fullmatch(given)
     if found is not None:
         options = {"split": "train"}
-        return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True), _MOST_TASKS
+        return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True)
     is_here = "://" not in given
     folder, pattern = _split(given)
     if is_here and has_magic(folder):
@@ -472,25 +453,16 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
     else:
         kind = ""
     is_told = kind and (has_magic(given) or not is_here or Path(given).is_file())
-    if (is_told or only_look) and not counts:
-        return _node(kind, data_folder=folder, glob_pattern=pattern), 0
+    if is_told or only_look:
+        return _node(kind, data_folder=folder, glob_pattern=pattern)
     if is_here and pattern and not has_magic(given) and not Path(given).exists():
         raise ConfigError(f"{source}: input: {Path(given).absolute()} does not exist.")
-    from datatrove.io import get_datafolder  # slow to import
-
-    try:
-        if Path(given, "dataset_info.json").is_file():
-            return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True), _MOST_TASKS
-        has_splits = Path(given, "dataset_dict.json").is_file()
-        names = get_datafolder(folder).list_files(glob_pattern=pattern or None)
-        if not names and is_here and not Path(folder).is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}")
-        below = os.walk(folder) if is_here and not pattern else iter(())
-        linked = [Path(at, name) for at, folders, _ in below for name in folders if Path(at, name).is_symlink()]
-    except Exception as error:  # botocore's errors have no common base
-        cause = failure_line(error)
-        shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", given)
-        raise ConfigError(f"{source}: input: {shown} cannot be listed: {cause}.") from None
+    if Path(given, "dataset_info.json").is_file():
+        return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True)
+    has_splits = Path(given, "dataset_dict.json").is_file()
+    names = _list(folder, pattern or None, source)
+    below = os.walk(folder) if is_here and not pattern else iter(())
+    linked = [Path(at, name) for at, folders, _ in below for name in folders if Path(at, name).is_symlink()]
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]
     odd = [name for name in others if pattern or _looks_like(name, known)]
@@ -511,34 +483,49 @@ def _reader(given: str, source: str, counts: bool, only_look: bool) -> tuple[Nod
     if problem:
         advice = "Name files of one kind, such as documents/*.jsonl"
         raise ConfigError(f"{source}: input: {given} holds {problem}. {advice}.")
-    node = _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*")
-    return node, len(names) - len(others)
+    return _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*")
+
+
+def _list(folder: str, pattern: str | None, source: str) -> list[str]:
+    from datatrove.io import get_datafolder  # slow to import
+
+    try:
+        names: list[str] = get_datafolder(folder).list_files(glob_pattern=pattern)
+        if not names and "://" not in folder and not Path(folder).is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+    except Exception as error:  # botocore's errors have no common base
+        shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", folder)
+        raise ConfigError(f"{source}: input: {shown} cannot be listed: {failure_line(error)}.") from None
+    return names
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:
-    """Whether a file of another kind may have been meant as one of these: ``b.jsonl.bak``."""
+    """Returns whether a file of another kind may have been meant as one of these: ``b.jsonl.bak``."""
     return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 
-def _tasks_here(reader: Node, only_look: bool) -> int:
-    """How many tasks a new run gets on this machine: 1 if no files can be listed. The checks before a start say why."""
-    if only_look or "glob_pattern" not in reader:
+def _count_tasks(reader: Node, job: ShortJob, source: str, only_look: bool) -> int:
+    """Returns the number of tasks of a new run."""
+    if only_look:
         return 1
-    from datatrove.io import get_datafolder  # slow to import
-
-    folder = reader["data_folder"]
+    most = _MOST_TASKS
     try:
-        names = get_datafolder(folder).list_files(glob_pattern=reader["glob_pattern"])
-        most = min(len(names), _MOST_TASKS)
-        if "://" not in folder:
-            most = min(most, sum(Path(folder, name).stat().st_size for name in names) // _LEAST_BYTES)
-    except Exception:  # botocore's errors have no common base
-        return 1
+        if "glob_pattern" in reader:
+            folder = reader["data_folder"]
+            names = _list(folder, reader["glob_pattern"], source)
+            most = min(len(names), most)
+            if not job.is_elsewhere and "://" not in folder:
+                most = min(most, sum(Path(folder, name).stat().st_size for name in names) // _LEAST_BYTES)
+        elif not job.is_elsewhere:
+            most = 1
+    except (ConfigError, OSError):
+        if job.is_elsewhere:
+            raise
+        return 1  # the checks before a start name what is wrong
     return max(1, most)
 
 
 def _suffix(name: str) -> str:
-    """Of the content, without that of a compression."""
     return PurePosixPath(_uncompressed(name)).suffix
 
 
@@ -550,7 +537,7 @@ def _uncompressed(name: str) -> str:
 
 
 def _split(given: str) -> tuple[str, str]:
-    """The folder of an input, and the pattern of its files; "": all."""
+    """Returns the folder of an input, and the pattern of its files; "": all."""
     top = "."
     if given.startswith("/"):
         top = "/"

@@ -1,7 +1,4 @@
-"""``datatrove-ckpt show``: prints documents with their answers; and ``run --sample``, which has none but its own.
-
-Exit codes: 0 something is shown; 1 nothing is, or it cannot be read; 2 a mistake on the command line.
-"""
+"""``datatrove-ckpt show``, ``run --sample`` and ``report``."""
 
 from __future__ import annotations
 
@@ -9,13 +6,11 @@ import argparse
 import shutil
 import tempfile
 import textwrap
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.cli.printing import say, write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import byte_size, plural, plural_is
@@ -58,7 +53,6 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _say_what_else(place: Place, shown: int, asked: int) -> None:
-    """What there is besides the documents that were shown."""
     state = read_run_state(place)
     written = state.together.counts.written
     if written > shown > 0:
@@ -75,12 +69,12 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
 
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
-    from datatrove_ckpt.cli.execution import Interruption  # slow to import, and only for a run
     from datatrove_ckpt.preflight.run_plan import RunPlan
     from datatrove_ckpt.preflight.sample import take_sample
+    from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 
     quiet = log_disabled("datatrove_ckpt.generation.rank")  # its lines tell of a run that can be resumed
-    with Interruption(()), quiet, tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+    with Interruption(STOP_SIGNALS), quiet, tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         asked = take_sample(RunPlan(executor), number, Path(folder))
         place = Place(folder, Path(folder, "checkpoints"), [folder])
         found = []
@@ -125,11 +119,6 @@ def _wrapped(text: str, width: int) -> list[str]:
     return [part for line in text.splitlines() for part in textwrap.wrap(line, width, replace_whitespace=False) or [""]]
 
 
-# ``datatrove-ckpt report``: writes one HTML page about a run.
-#
-# Exit codes: 0 the page is written; 1 it could not be; 2 a mistake on the command line.
-
-
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page. Returns the exit code."""
     with place_of(arguments, wanted_files) as place:
@@ -145,23 +134,12 @@ def report(arguments: argparse.Namespace) -> int:
     if target == "-":
         write_out(text.decode(), raw=True)
     else:
-        _write(Path(target), text)
+        try:
+            Path(target).write_bytes(text)
+        except OSError as error:
+            raise StorageFailed(
+                f"--output: {target} cannot be written: {error.strerror}. Give another file with -o."
+            ) from error
         number = plural(len(state.ranks), "rank")
         write_out(f"{target}: the report of {number} ({byte_size(len(text))}). Open it in a browser.\n")
     return 0
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replaces the file in one step: a browser that loads it again never sees half a page."""
-    path = path.resolve()  # of a link, the file that it names
-    try:
-        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
-            path.write_bytes(content)
-        else:
-            files.disk.replace(path, content, files.PUBLIC_FILE)
-    except (OSError, StorageFailed) as error:
-        with suppress(OSError):
-            path.with_name(path.name + ".new").unlink()
-        cause = error.__cause__ or error
-        why = getattr(cause, "strerror", None) or cause
-        raise StorageFailed(f"--output: {path} cannot be written: {why}. Give another file with -o.") from error

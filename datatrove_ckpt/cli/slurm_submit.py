@@ -20,12 +20,12 @@ from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 
 
 def submits(executor: PipelineExecutor) -> bool:
-    """Whether running this executor means submitting jobs. Inside a job it does the work."""
+    """Returns whether running this executor submits jobs. Inside a job it does the work."""
     return isinstance(executor, DatatroveExecutor) and "SLURM_ARRAY_TASK_ID" not in os.environ
 
 
 def script(executor: SlurmPipelineExecutor) -> str:
-    """The sbatch script that would be submitted now. Creates no folder, unlike the executor."""
+    """Returns the sbatch script. Creates no folder, unlike the executor."""
     ranks = executor.get_incomplete_ranks()
     if not ranks:
         return f"# nothing to submit: {plural_is(executor.tasks, 'task')} complete"
@@ -44,8 +44,7 @@ def script(executor: SlurmPipelineExecutor) -> str:
 
 
 def check(executor: PipelineExecutor) -> None:
-    """Checks that jobs can be submitted.
-
+    """
     Raises:
         ConfigError: there is no sbatch; or it is datatrove's own executor.
     """

@@ -1,7 +1,4 @@
-"""``datatrove-ckpt status``: the state of a whole run. Imports no datatrove.
-
-Exit codes: 0 all is well; 1 something is damaged; 2 a mistake on the command line.
-"""
+"""``datatrove-ckpt status``: the state of a whole run. Imports no datatrove."""
 
 from __future__ import annotations
 
@@ -45,15 +42,13 @@ _INDENT = re.compile(r"(?: +\w* +)?")
 
 
 def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
-    """The lines, long ones as several of at most ``width`` characters, if no word of theirs is longer."""
+    """Wraps lines at ``width`` characters."""
     for line in (part for text in lines for part in text.split("\n")):
         indent = " " * len(_INDENT.match(line)[0])  # type: ignore[index]  # it always matches
         yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 # text -----------------------------------------------------------------------------------------------------------------
-
-# The state of a run as lines for people: sums first, then the ranks that need attention, then a table of ranks.
 
 
 MAX_TROUBLED = 20
@@ -65,7 +60,7 @@ _LABEL = 10
 
 
 def describe(state: RunState, bars: bool = True) -> Iterator[str]:
-    """The sums and the exceptions. ``bars``: the output takes their characters."""
+    """Yields sums, and the ranks that need attention. ``bars``: the output takes their characters."""
     yield f"{state.what}: {ranks_of(state)}; {age(state)}"
     share = 1.0 if state.is_finished else state.totals.position.share
     bar = ""
@@ -82,7 +77,6 @@ def describe(state: RunState, bars: bool = True) -> Iterator[str]:
 
 
 def _what_next(state: RunState) -> Iterator[str]:
-    """What goes on with a run of which nothing runs."""
     if state.is_damaged:
         yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
         return
@@ -105,7 +99,7 @@ def _what_next(state: RunState) -> Iterator[str]:
 
 
 def _full_disk(state: RunState) -> Iterator[str]:
-    """Where a disk is full, a rank cannot even write why it ends."""
+    """A rank on a full disk cannot write why it ends."""
     if state.is_copy or not state.ranks or all(rank.state in ("running", "finished") for rank in state.ranks):
         return
     with suppress(OSError):
@@ -121,7 +115,6 @@ def _full_disk(state: RunState) -> Iterator[str]:
 
 
 def _describe_trouble(state: RunState) -> Iterator[str]:
-    """The ranks that need attention, each with its reason."""
     troubled = state.troubled
     if troubled:
         yield f"{counted(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} attention:"
@@ -145,7 +138,6 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
 
 
 def _places(ranks: Sequence[RankState]) -> str:
-    """One rank, or those of one root with the same reason: "ranks 3, 5-9"."""
     if len(ranks) == 1:
         return name_place(ranks[0].root, ranks[0].rank)
     numbers = f"ranks {ranges([rank.rank for rank in ranks])}"
@@ -160,7 +152,6 @@ _TABLE_BAR = 10
 
 
 def table(ranks: Sequence[RankState], now: float, bars: bool = True) -> Iterator[str]:
-    """A header, and a line for each rank."""
     yield (
         f"{'rank':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  {'per second':>10}  "
         f"{'left':>8}  {'changed':>8}  notes"

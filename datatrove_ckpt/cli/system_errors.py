@@ -47,7 +47,6 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if error.errno not in _CLOSED or not isinstance(error.filename, str):
         return error
     path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it
-    inputs = [Path(step.data_folder.path).absolute() for step in plan.pipeline if hasattr(step, "data_folder")]
     near = (name for name, folder in folders.items() if path.is_relative_to(folder) or folder.is_relative_to(path))
     setting = next(near, "")
     shown = written(setting)
@@ -63,7 +62,7 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if setting:
         where = f" ({shown})"
         other = f", or mount it writable, or choose another {shown},"
-    if any(map(path.is_relative_to, inputs)):
+    if any(map(path.is_relative_to, plan.inputs)):
         other = " to read it,"
     return StorageFailed(
         f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run the "

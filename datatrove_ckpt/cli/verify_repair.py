@@ -1,20 +1,15 @@
-"""``datatrove-ckpt verify`` and ``repair``: what they print, and how they end.
-
-Exit codes: 0 no problem found, everything finished; 1 there are problems (repair: some could not be repaired); 2 a
-mistake on the command line; 3 (verify) no problem found, but not finished.
-"""
+"""``datatrove-ckpt verify`` and ``repair``: what they print, and how they end."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from functools import partial
 
 from datatrove_ckpt.checkpoint.identity import mixed_settings
-from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.cli.printing import announce, as_json, say
+from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.read_state import check_idle
@@ -51,10 +46,10 @@ def verify(arguments: argparse.Namespace) -> int:
 
 @gc_paused()  # commits of many ranks, and no garbage
 def _report(place: Place, output: str | None, full: bool) -> Report:
-    return checks.verify(place.folder, output, full, place.given, place.output, place.configured_output)
+    return checks.verify(place, output, full)
 
 
-def _as_json(report: Report, full: bool, code: int) -> Json:
+def _as_json(report: Report, full: bool, code: int) -> JsonObject:
     return {
         "checkpoints": str(report.checkpoints),
         "output": report.output,
@@ -69,10 +64,7 @@ def _as_json(report: Report, full: bool, code: int) -> Json:
 def _verdict(report: Report, full: bool) -> str:
     sums = report.sums
     counts = report.sums.counts
-    if report.problems:
-        found = plural(len(report.problems), "problem")
-    else:
-        found = "no problem"
+    found = plural_or_no(len(report.problems), "problem")
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
     if full:
@@ -98,26 +90,26 @@ def repair(arguments: argparse.Namespace) -> int:
         report = _report(place, arguments.output, arguments.full)
         check_output_folder(report)
         plan = make_plan(report, logging_dir)
-        lines = list(plan.describe(logging_dir))
+        lines = list(plan.describe())
         is_needed = plan.ranks or plan.markers
-        do = None
-        if is_needed:
-            do = partial(_repair, plan, report, logging_dir, named, place)
-        elif plan.left:
+        if plan.left and not is_needed:
             lines.append("There is nothing that repair can do.")
-        else:
+        elif not is_needed:
             lines.append("There is nothing to repair.")
-        announce(map(place.said, lines), do, arguments.dry_run)
-    if plan.left:
-        return 1
-    return 0
+        for line in lines:
+            say(place.said(line))
+        if is_needed and arguments.dry_run:
+            say("Nothing was done (--dry-run).")
+        elif is_needed:
+            say(_repair(plan, report, logging_dir, named, place))
+    return int(bool(plan.left))
 
 
 def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:
     """Repairs the ranks in ``place``. Returns what is next."""
     if place.is_copy:
         check_idle(named, plan.ranks)
-    carry_out(plan, report, logging_dir)
+    carry_out(plan, report)
     upload(place, plan.ranks)
     again = "Run the pipeline again to process these chunks"
     if plan.ranks and all(rank.root for rank in plan.ranks):

@@ -24,20 +24,20 @@ def advise(error: Exception, plan: RunPlan) -> None:
         if folder is not None:
             asides = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
             aside = next(path for path in asides if not path.exists())
-            error.add_note(f"To start over, move what is there aside: {shlex.join(['mv', str(folder), str(aside)])}")
+            move = shlex.join(["mv", str(folder), str(aside)])
+            error.add_note(f"To start over, move what is there aside while no task runs: {move}")
 
 
 def _run_folder(plan: RunPlan) -> Path | None:
-    """The run folder of a job in the short form, if it is on this machine and has nothing else."""
+    """Returns the run folder of a job in the short form, if it is on this machine and has nothing else."""
     folders = [plan.logging_dir, *(runner.step.output_writer.output_folder for runner in plan.runners)]
     if not current().form or not all(folder.is_local() for folder in folders):
         return None
     below = [Path(folder.resolve_paths("")).absolute() for folder in folders]
     below += [root for _, root in plan.kept]
     found = {path.parent for path in below}
-    inputs = [Path(step.data_folder.path).absolute() for step in plan.pipeline if hasattr(step, "data_folder")]
     folder = found.pop()
-    holds_input = any(path.is_relative_to(folder) for path in inputs)
+    holds_input = any(path.is_relative_to(folder) for path in plan.inputs)
     if found or holds_input or not folder.is_dir():
         return None
     return folder

@@ -24,17 +24,19 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import Door, current, written
 
+_Built = typing.TypeVar("_Built")
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
@@ -59,14 +61,14 @@ ANSWER = ("max_tokens", "temperature", "top_p", "stop")
 
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)
-# With 0 of these, datatrove does nothing and reports success. The values say what -1 stands for.
+# With 0 of these, datatrove reports success and does nothing. The values say what -1 stands for.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
 
 # a file ---------------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path) -> dict[str, Any]:
-    """The file's content. Builds nothing.
+def load(path: str | Path) -> JsonObject:
+    """Reads the file.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not have the key "executor".
@@ -97,7 +99,7 @@ def load(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def build(content: dict[str, Any]) -> Any:
+def build(content: JsonObject) -> Any:
     """Builds the executor and every step of its pipeline.
 
     Raises:
@@ -111,7 +113,7 @@ def build(content: dict[str, Any]) -> Any:
                 f"{place}: its value was hidden by --dry-run, because it may be a secret. Write the value in its "
                 "place, into a file that only you can read."
             )
-    executor = _build(content["executor"], "executor", [PipelineExecutor])
+    executor: Any = _build(content["executor"], "executor", [PipelineExecutor])
     for name, default in _NUMBERS.items():
         number = getattr(executor, name, 1)
         if number < 1 and (number != -1 or not default):
@@ -127,8 +129,8 @@ def build(content: dict[str, Any]) -> Any:
     return executor
 
 
-def leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Every plain value in mappings and lists, after its place as an override names it."""
+def leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
+    """Yields the plain values in mappings and lists, each after its place as an override names it."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(part, place if key == "init_args" else f"{place}.{key}")
@@ -137,14 +139,12 @@ def leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def short(place: str) -> str:
-    """A place as an override names it."""
     if place.startswith("executor.pipeline."):
         return place.removeprefix("executor.")
     return place
 
 
-def _build(node: Any, place: str, kinds: list[Any]) -> Any:
-    """Builds the object that a mapping with class_path and init_args describes."""
+def _build(node: object, place: str, kinds: Sequence[object]) -> object:
     if not isinstance(node, dict) or "class_path" not in node:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
     refuse_unknown(node, ["class_path", "init_args"], place)
@@ -161,10 +161,10 @@ def _build(node: Any, place: str, kinds: list[Any]) -> Any:
     return construct(found, node.get("init_args"), label)
 
 
-def construct(cls: Any, given: Any, label: str) -> Any:
+def construct(cls: type[_Built], given: object, label: str) -> _Built:
     if not isinstance(given, dict | None):
         raise ConfigError(f"{label}: init_args: {show(given)} is not a mapping.")
-    arguments: dict[str, Any] = given or {}
+    arguments: JsonObject = given or {}
     parameters, open_ended = parameters_of(cls)
     if not open_ended:
         refuse_unknown(arguments, list(parameters), label)
@@ -174,52 +174,39 @@ def construct(cls: Any, given: Any, label: str) -> Any:
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
     values = {key: _value(parameters.get(key, ANYTHING).hint, value, label, key) for key, value in arguments.items()}
-    missing = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
-    if missing:
-        raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
-    ours = cls.__module__.startswith("datatrove")
-    if ours:
-        _check_paths(label, values)
+    absent = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
+    if absent:
+        raise ConfigError(f"{label}: missing key {', '.join(absent)}.")
     try:
         built = cls(**values)
     except ImportError as error:
-        raise ConfigError(_not_installed(error, values, label)) from error
+        missing = missing_package(str(error)) or f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{label}: {missing}") from error
     except Exception as error:
         if isinstance(error, ValueError):
             name = ""
         else:
             name = f"{type(error).__name__}: "
         raise ConfigError(f"{label}: {name}{error}") from error
-    if ours:  # folders again, because a tuple or another argument may name one
-        attributes = getattr(built, "__dict__", {})
-        _check_paths(label, {key: value.path for key, value in attributes.items() if hasattr(value, "resolve_paths")})
+    if cls.__module__.startswith("datatrove"):
+        _refuse_variables(built, label)
     return built
 
 
-def _check_paths(label: str, arguments: dict[str, Any]) -> None:
+def _refuse_variables(built: object, label: str) -> None:
     """Refuses variables in paths that datatrove opens: it would make a folder of that name."""
-    for key, value in arguments.items():
-        if isinstance(value, str) and key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED:
-            refuse_variables(f"{label}: {written(key)}", value)
+    for key, value in getattr(built, "__dict__", {}).items():
+        path = getattr(value, "path", value)
+        if isinstance(path, str) and key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED:
+            refuse_variables(f"{label}: {written(key)}", path)
 
 
-def _not_installed(error: ImportError, values: dict[str, Any], label: str) -> str:
-    """A step needs a package: itself, or for the URL of one of its arguments."""
-    folders = {key: value[0] if isinstance(value, list) and value else value for key, value in values.items()}
-    urls = [key for key, folder in folders.items() if isinstance(folder, str) and re.match(r"\w+://", folder)]
-    if len(urls) == 1:
-        key = f".{urls[0]}"
-    else:
-        key = ""
-    return f"{label}{key}: {missing_package(str(error)) or f'{type(error).__name__}: {error}'}"
-
-
-def _value(hint: Any, value: Any, label: str, key: str) -> Any:
-    """A value as its annotation requires it: built, imported, or as ``as_one_of`` returns it."""
+def _value(hint: object, value: object, label: str, key: str) -> object:
+    """Returns a value as its annotation requires it: built, imported, or converted by ``as_one_of``."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):  # [URL, storage options]
         check_options(value[1], value[0], _inside(label, key))
     kinds = alternatives(hint)
-    plain = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    plain = _dataclasses(kinds)
     is_object = isinstance(value, dict) and "class_path" in value
     if isinstance(value, dict) and plain and not is_object:
         named = named_hint(kinds, value)
@@ -243,8 +230,8 @@ def _value(hint: Any, value: Any, label: str, key: str) -> Any:
     raise ConfigError(f"{label}: {written(key)}: {shown} is not {in_words(kinds)}{hint}")
 
 
-def as_one_of(kinds: list[Any], value: Any) -> Any:
-    """A plain value as one of the kinds: a tuple of a list, a number of a quoted one.
+def as_one_of(kinds: Sequence[object], value: object) -> object:
+    """Converts a plain value to one of the kinds: a list to a tuple, a quoted number to a number.
 
     Raises:
         TypeError: it is none of them.
@@ -259,14 +246,14 @@ def as_one_of(kinds: list[Any], value: Any) -> Any:
     raise TypeError
 
 
-def _as(kind: Any, value: Any) -> Any:
+def _as(kind: object, value: object) -> object:
     outer = origin(kind)
     inner = typing.get_args(kind)
     if outer is Literal:
         is_one = any(choice == value and type(choice) is type(value) for choice in inner)
     elif outer is float and type(value) is int:
         return float(value)
-    elif outer is Any or not inspect.isclass(outer):  # or a type that the constructor checks
+    elif outer in (Any, object) or not inspect.isclass(outer):  # or a type that the constructor checks
         return value
     elif issubclass(outer, Mapping) and isinstance(value, dict) and inner:
         return {key: as_one_of(alternatives(inner[1]), part) for key, part in value.items()}
@@ -279,8 +266,8 @@ def _as(kind: Any, value: Any) -> Any:
     return value
 
 
-def _items(outer: Any, inner: tuple[Any, ...], value: list[Any]) -> Any:
-    """A list as another kind of a collection. datatrove writes ``tuple[str]`` for a tuple of any length."""
+def _items(outer: object, inner: tuple[object, ...], value: list[object]) -> object:
+    """Converts a list to another collection. datatrove writes ``tuple[str]`` for a tuple of any length."""
     hints = inner
     if outer is not tuple or ... in inner or len(inner) < 2:
         hints = (inner or (Any,))[:1] * len(value)
@@ -292,7 +279,7 @@ def _items(outer: Any, inner: tuple[Any, ...], value: list[Any]) -> Any:
     return items
 
 
-def _function(path: str, label: str, key: str) -> Any:
+def _function(path: str, label: str, key: str) -> object:
     place = _inside(label, key)
     found = import_name(path, place, "function")
     if isinstance(found, type) or not callable(found):
@@ -304,8 +291,8 @@ def _function(path: str, label: str, key: str) -> Any:
     return found
 
 
-def import_name(path: Any, place: str, what: str = "class") -> Any:
-    """What a class_path, or another import path of the file, names.
+def import_name(path: object, place: str, what: str = "class") -> Any:
+    """Imports what a class_path, or another import path of the file, names.
 
     Raises:
         ConfigError: there is no such name, or its module cannot be imported.
@@ -333,7 +320,6 @@ def import_name(path: Any, place: str, what: str = "class") -> Any:
 
 
 def _inside(label: str, key: str) -> str:
-    """The path of an argument for messages; pipeline steps are pipeline[0], pipeline[1], ..."""
     if key.startswith("pipeline["):
         return key
     if label == current().form and key in ("config", "rollout_fn", "output_writer"):
@@ -341,8 +327,7 @@ def _inside(label: str, key: str) -> str:
     return f"{label}.{key}"
 
 
-def refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> None:
-    """Refuses keys that are not known."""
+def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
     for key in mapping:
         if key not in known:
             hint = _did_you_mean(key, known, cutoff=0.7)
@@ -352,15 +337,14 @@ def refuse_unknown(mapping: dict[str, Any], known: list[str], place: str) -> Non
             raise ConfigError(f'{place}: unknown key "{key}"{hint}')
 
 
-def _did_you_mean(name: Any, known: Iterable[str], cutoff: float = 0.65) -> str:
+def _did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.65) -> str:
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     if close:
         return f', did you mean "{close[0]}"?'
     return ""
 
 
-def show(value: Any) -> str:
-    """A value for a message: as JSON, shortened to 60 characters."""
+def show(value: object) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     if len(text) <= 60:
         return text
@@ -369,33 +353,28 @@ def show(value: Any) -> str:
 
 # overrides ------------------------------------------------------------------------------------------------------------
 
-# A value of the command line is read as in the file, but where the argument takes text, it is that text: ``Summarise:
-# {text}`` is no mapping on a command line, and ``# {text}`` no comment.
 
-
-def read_argument(text: str, kinds: list[Any]) -> Any:
-    """A value of the command line, for an argument that takes these kinds."""
+def read_argument(text: str, kinds: Sequence[object]) -> object:
+    """Reads a value of the command line as in the file. For an argument that takes text, ``Summarise: {text}`` is no
+    mapping, and ``# {text}`` no comment.
+    """
     value = read_value(text)
-    if value is None and text.strip() not in ("", "null", "Null", "NULL", "~"):
-        return text  # "###" is no comment here
     if isinstance(value, dict | list):
         takes_several = any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
         is_meant = takes_several and text.lstrip().startswith(("{", "["))
-        if {str, Any} & {*kinds} and not is_meant:
-            return text
-        return value
-    if str not in kinds:
-        return value
-    if isinstance(value, str):
-        if text.startswith(("'", '"')):
-            return value
+        is_text = not is_meant and not {str, Any}.isdisjoint(kinds)
+    elif isinstance(value, str):
+        is_text = not text.startswith(("'", '"'))
+    elif value is None and text.strip() not in ("", "null", "Null", "NULL", "~"):
+        is_text = True  # "###" is no comment here
+    else:
+        is_text = str in kinds and type(value) not in kinds
+    if is_text:
         return text
-    if type(value) in kinds:
-        return value
-    return text
+    return value
 
 
-def set_at_path(content: dict[str, Any], override: str, short: type | None = None) -> None:
+def set_at_path(content: JsonObject, override: str, short: type | None = None) -> None:
     """Applies ``path=value``. ``short``: of the short form, whose settings this class has."""
     path, _, text = override.removeprefix("--").partition("=")
     keys = [key for key in path.split(".") if key != "init_args"]
@@ -409,8 +388,8 @@ def set_at_path(content: dict[str, Any], override: str, short: type | None = Non
         raise ConfigError(
             f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
         )
-    node: Any = content
-    kinds: list[Any] = []
+    node: object = content
+    kinds: Sequence[object] = []
     if short is not None:
         kinds = [short]
     *outer, last = keys
@@ -420,8 +399,8 @@ def set_at_path(content: dict[str, Any], override: str, short: type | None = Non
     _child(node, last, path, read_argument(text, _kinds_inside(node, kinds, last)), replace=True)
 
 
-def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) -> Any:
-    """The value at a key. ``value`` is stored there if the key is missing or None, or if ``replace``."""
+def _child(node: object, key: str, path: str, value: object, replace: bool = False) -> object:
+    """Returns the value at a key. Stores ``value`` there first if the key is missing or None, or if ``replace``."""
     if isinstance(node, dict) and "class_path" in node:
         node["init_args"] = node.get("init_args") or {}
         node = node["init_args"]
@@ -438,10 +417,9 @@ def _child(node: Any, key: str, path: str, value: Any, replace: bool = False) ->
     return node[index]
 
 
-def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
-    """What the value at a key of the node may be, if the node is one of ``kinds``."""
-    hint: Any = None
-    plain = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+def _kinds_inside(node: object, kinds: Sequence[object], key: str) -> list[object]:
+    hint: object = None
+    plain = _dataclasses(kinds)
     if isinstance(node, list):
         hint = item_hint(kinds)
     elif isinstance(node, dict) and "class_path" in node:
@@ -454,30 +432,28 @@ def _kinds_inside(node: Any, kinds: list[Any], key: str) -> list[Any]:
     return alternatives(hint)
 
 
-def _hint_of(cls: Any, key: str) -> Any:
+def _hint_of(cls: type, key: str) -> object:
     return parameters_of(cls)[0].get(key, ANYTHING).hint
 
 
 # annotations ----------------------------------------------------------------------------------------------------------
 
-# Which arguments a class takes, which values each may have, and these as words.
-
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """An argument of a constructor. ``default`` is ``REQUIRED`` if it has none."""
+    """An argument of a constructor."""
 
-    hint: Any
-    default: Any
+    hint: object
+    default: object
 
 
 REQUIRED = inspect.Parameter.empty
 ANYTHING = Parameter(Any, REQUIRED)
-"""What is known of an argument that goes into ``**kwargs``."""
+"""An argument that goes into ``**kwargs``."""
 
 
 def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
-    """The constructor's arguments; and whether there may be others (**kwargs)."""
+    """Returns the constructor's arguments, and whether it takes others (**kwargs)."""
     try:
         hints = typing.get_type_hints(cls.__init__)
     except NameError:  # an annotation that exists only for type checkers: the constructor checks it
@@ -491,7 +467,7 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
     return parameters, any(one.kind is one.VAR_KEYWORD for one in arguments)
 
 
-def _hint(hint: Any, default: Any) -> Any:
+def _hint(hint: Any, default: object) -> object:
     """Corrects datatrove's annotations: ``adapter: Callable = None``, ``save_media_bytes=False``."""
     if hint is Any:
         if isinstance(default, bool):
@@ -502,32 +478,34 @@ def _hint(hint: Any, default: Any) -> Any:
     return hint
 
 
-def alternatives(hint: Any) -> list[Any]:
-    """The parts of a union, and of unions in it; an annotation that is none, as the only part."""
+def alternatives(hint: object) -> list[object]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [kind for part in typing.get_args(hint) for kind in alternatives(part)]
     return [hint]
 
 
-def origin(kind: Any) -> Any:
-    """``list`` for ``list[int]``, ``list`` for ``list``."""
+def origin(kind: object) -> Any:
     return typing.get_origin(kind) or kind
 
 
-def item_hint(kinds: list[Any]) -> Any:
-    """What the items of a list may be, if exactly one of the kinds is a list; else None."""
+def _dataclasses(kinds: Iterable[object]) -> list[type]:
+    return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+
+
+def item_hint(kinds: Sequence[object]) -> object:
+    """Returns the annotation of a list's items; None unless exactly one of the kinds is a list."""
     lists = [kind for kind in kinds if origin(kind) is list]
     if len(lists) == 1:
         return (typing.get_args(lists[0]) or (Any,))[0]
     return None
 
 
-def named_hint(kinds: list[Any], value: dict[str, Any]) -> Any:
-    """What the values of a mapping of names are, if one of the kinds is such a mapping of dataclasses, and the value is
-    one: it holds mappings only, and no key is a field. Else None.
+def named_hint(kinds: Sequence[object], value: JsonObject) -> type | None:
+    """Returns the dataclass of which the value is a mapping by name (models): all its values are mappings, and no key
+    is a field. Else None.
     """
     named = [inner[1] for kind in kinds if origin(kind) is dict and (inner := typing.get_args(kind))]
-    classes = [one for one in named if dataclasses.is_dataclass(one)]
+    classes = _dataclasses(named)
     if not classes or not value or not all(isinstance(one, dict) for one in value.values()):
         return None
     if value.keys() & parameters_of(classes[0])[0].keys():
@@ -535,24 +513,21 @@ def named_hint(kinds: list[Any], value: dict[str, Any]) -> Any:
     return classes[0]
 
 
-def is_class(kind: Any) -> bool:
-    """Whether its values are objects that a file describes with class_path, or null."""
+def is_class(kind: object) -> bool:
     return kind is type(None) or (inspect.isclass(kind) and kind.__module__ not in ("builtins", "typing"))
 
 
-def is_callable(kind: Any) -> bool:
-    """Whether its values are functions, which a file names by import path."""
+def is_callable(kind: object) -> bool:
     kind = origin(kind)
     return kind is Callable or (getattr(kind, "_is_protocol", False) and "__call__" in vars(kind))
 
 
-def fits(cls: type, kinds: list[Any]) -> bool:
-    """Whether an object of the class is one of these kinds."""
+def fits(cls: type, kinds: Sequence[object]) -> bool:
     origins = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
     return Any in kinds or any(inspect.isclass(one) and issubclass(cls, one) for one in origins)
 
 
-def in_words(kinds: list[Any]) -> str:
+def in_words(kinds: Sequence[object]) -> str:
     """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
     choices = choices_of(kinds)
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
@@ -564,8 +539,7 @@ def in_words(kinds: list[Any]) -> str:
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
 
 
-def choices_of(kinds: list[Any]) -> list[str]:
-    """The values that a Literal among the kinds allows."""
+def choices_of(kinds: Sequence[object]) -> list[str]:
     choices = [str(choice) for kind in kinds if origin(kind) is Literal for choice in typing.get_args(kind)]
     if choices and type(None) in kinds:
         return [*choices, "null"]
@@ -582,7 +556,7 @@ _NAMES_OF_TYPES = {
 }
 
 
-def _word(kind: Any) -> str:
+def _word(kind: object) -> str:
     if is_callable(kind):
         return "an import path such as my_module.my_function"
     name = getattr(origin(kind), "__name__", str(kind))
@@ -596,8 +570,7 @@ def _word(kind: Any) -> str:
 # YAML as text ---------------------------------------------------------------------------------------------------------
 
 
-def read_value(text: str) -> Any:
-    """A value from the command line, by the rules of the file."""
+def read_value(text: str) -> object:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError:
@@ -610,11 +583,11 @@ class Loader(yaml.SafeLoader):  # type: ignore[misc]
     A file is small: nine aliases of ten items each, one within the other, would be a billion values.
     """
 
-    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
+    yaml_implicit_resolvers: typing.ClassVar[JsonObject] = {}
     _levels = 0
     _values = 0
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         if self._levels > 100 or self._values > 100_000:
             problem = "more than 100 levels, or 100,000 values with all that its aliases stand for"
             raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
@@ -626,13 +599,13 @@ class Loader(yaml.SafeLoader):  # type: ignore[misc]
         node.values = self._values - before
         return node
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        names: list[Any] = []
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, object]:
+        names: list[object] = []
         for key, _ in node.value:
             if key.value in names:
                 raise yaml.constructor.ConstructorError(problem=f'key "{key.value}" twice', problem_mark=key.start_mark)
             names.append(key.value)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        mapping: dict[Hashable, object] = super().construct_mapping(node, deep)
         return mapping
 
 
@@ -648,8 +621,6 @@ for _tag, _first, _pattern in (
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes a text that is anything else by the rules of YAML 1.1 or 1.2."""
-
     def ignore_aliases(self, data: object) -> bool:
         return True
 
@@ -657,7 +628,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 _ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")  # PyYAML writes those unescaped in keys, and reads them as spaces
 
 
-def _represent_text(dumper: _Dumper, text: str) -> Any:
+def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
     style = None
     if _ODD_BREAKS.search(text):
         style = '"'
@@ -671,7 +642,7 @@ def _represent_text(dumper: _Dumper, text: str) -> Any:
 _Dumper.add_representer(str, _represent_text)
 
 
-def dump(content: Any) -> str:
-    """YAML from which ``read_value`` makes the same again: dicts in their order, lists, texts, numbers, None."""
+def dump(content: object) -> str:
+    """Writes YAML that ``read_value`` reads back the same."""
     text: str = yaml.dump(content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf)
     return text

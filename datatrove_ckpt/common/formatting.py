@@ -36,6 +36,13 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}s"
 
 
+def plural_or_no(number: int, noun: str) -> str:
+    """The same, but "no chunk" for 0."""
+    if number:
+        return plural(number, noun)
+    return f"no {noun}"
+
+
 def plural_is(number: int, noun: str) -> str:
     """ "1 chunk is", "3 chunks are"."""
     return f"{plural(number, noun)} {'is' if number == 1 else 'are'}"

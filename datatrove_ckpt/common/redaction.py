@@ -215,7 +215,7 @@ def _slow_hash(name: str, digest: str) -> str:
 
 
 class Veil:
-    """Shows a value of the user's without its secrets: datatrove writes a step's attributes to ``executor.json``."""
+    """Shows a user's value without its secrets: datatrove writes the attributes of a step to ``executor.json``."""
 
     __slots__ = ("name", "value")
 

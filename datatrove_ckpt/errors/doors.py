@@ -31,6 +31,11 @@ _PHRASES = {
     # one setting of the short form
     "folders": ("checkpoints_local_dir, output_folder and logging_dir", "run_folder"),
     "finished_folders": ("output_folder and checkpoints_local_dir", "run_folder"),
+    "old_results": (
+        ", and set finished_from to the old output_folder and checkpoints_local_dir: finished documents keep their "
+        "results",
+        ", and set finished_from to the old run_folder: finished documents keep their results",
+    ),
     "own_folders": (
         "a checkpoints_local_dir, an output_folder and a logging_dir of its own",
         "a run_folder of its own",

@@ -4,8 +4,7 @@ the package on the job's machine    a zip of this very code, beside ``executor.p
 a job's disk is empty               each runner has a mirror, below ``logging_dir`` by default
 a job has ranks of its own          it is a worker, which takes ranks until none is free
 a job reaches its timeout           its ranks drain before; SIGTERM drains, too
-a job dies                          the next one takes its ranks, as long as they advance. Why it failed stands in
-                                    a note (``failures``)
+a job dies                          the next job takes its ranks, while they advance; ``failures`` has the cause
 the coordinator ends                jobs go on; the next run of the same command waits for them
 """
 
@@ -17,13 +16,12 @@ import math
 import os
 import re
 import signal
-import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -43,11 +41,17 @@ from datatrove_ckpt.common.retrying import OPENING, READING, code_of_rank, failu
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.executors.local import LocalPipelineExecutor, given_up_error, stats_of_complete
+from datatrove_ckpt.executors.local import (
+    LocalPipelineExecutor,
+    check_depends,
+    datatroves,
+    given_up_error,
+    stats_of_complete,
+)
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
-from datatrove_ckpt.process.pool_signals import usual_handler
+from datatrove_ckpt.process.signals import Interruption
 from datatrove_ckpt.process.task_errors import log_disabled, own_error
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -73,9 +77,9 @@ class _Job:
     """
     Attributes:
         launch: names the file in which the job notes why it failed.
-        settings: of what the job was started with; see ``_settings``.
+        settings: see ``_settings``.
         reached: how far all ranks were when the job was first seen.
-        retries: jobs before this one, in turn, during which no rank advanced.
+        retries: how many jobs before it, in turn, advanced no rank.
     """
 
     id: str
@@ -114,7 +118,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def __init__(
         self,
-        pipeline: list[PipelineStep | Callable[..., Any]],
+        pipeline: list[PipelineStep | Callable[..., object]],
         tasks: int,
         workers: int = -1,
         logging_dir: DataFolderLike = None,
@@ -130,7 +134,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         namespace: str | None = None,
         labels: dict[str, str] | None = None,
         token: str | None = None,
-        secrets: dict[str, Any] | None = None,
+        secrets: dict[str, str | None] | None = None,
         env: dict[str, str] | None = None,
         max_retries: int = 1,
         poll_interval: float = 15.0,
@@ -138,11 +142,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         job_name: str = "data_processing",
         cancel_on_interrupt: bool = False,
     ) -> None:
-        given = dict(locals())  # a debugger adds to the other one
-        own = ("self", "__class__", "cancel_on_interrupt")
+        given = datatroves(locals(), "cancel_on_interrupt")
         try:
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
-                super().__init__(**{name: value for name, value in given.items() if name not in own})
+                super().__init__(**given)
         except ValueError as error:
             raise ConfigError(str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
         self.cancel_on_interrupt = cancel_on_interrupt
@@ -154,8 +157,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
         if max_retries < 0:
             raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
-        if depends is not None and not isinstance(depends, DatatroveExecutor):
-            raise ConfigError(f"depends: must be a JobsPipelineExecutor; it is a {type(depends).__name__}.")
+        check_depends(depends, DatatroveExecutor)
         for key, name, value in _kept(env=env, labels=labels, dependencies=dependencies, image=image):
             if (key == "env" and may_name_secret(name)) or is_surely_secret("", value) or redact(value) != value:
                 raise ConfigError(f"{key}: {name}: its value may be a secret, and {key} is kept in files. Use secrets.")
@@ -172,8 +174,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     @property
     def _folder(self) -> str:
         return str(self.logging_dir.resolve_paths("")).rstrip("/")
-
-    # inside a job --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Starts jobs until every rank is complete, and waits for them. In a job: runs ranks until none is free.
@@ -220,8 +220,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         attempts = self.max_retries + 1
         return LocalPipelineExecutor(self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts)
 
-    # the coordinator -----------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """
         Raises:
@@ -243,7 +241,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             super()._ensure_logging_dir_repo()
 
     def run_ranks(self) -> None:
-        """``run`` without the checks before and after. Errors: as ``run``."""
         self._run_dependency()
         self._launched = True
         self._ensure_logging_dir_repo()
@@ -266,7 +263,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were. Another process that waits for them starts none.
+        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no others.
 
         Raises:
             CkptError: some could not be canceled; the message names them.
@@ -329,7 +326,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             CkptError: no other job would help.
         """
         self._began = time.time()
-        with _sigterm_interrupts(), self._as_worker()._open_claims(runs_all=False) as claims:
+        with Interruption([signal.SIGTERM]), self._as_worker()._open_claims(runs_all=False) as claims:
             claims.clear()
             try:
                 self._keep_jobs(claims)
@@ -383,10 +380,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return running
 
     def _retries_after(self, job: _Job, stage: str) -> int:
-        """How many jobs in turn were without progress, now that this one has ended.
+        """Returns how many jobs in turn were without progress, with this ended one.
 
         Raises:
-            CkptError: no other one would help.
+            CkptError: no other job would help.
         """
         code, said = self._failure(job)
         retries = job.retries
@@ -422,7 +419,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return retries
 
     def _failure(self, job: _Job) -> tuple[int, str]:
-        """The exit code and the error, as the job has noted them."""
         try:
             with self.logging_dir.open(_note(job.launch), "rb") as file:
                 code, said = orjson.loads(file.read())
@@ -431,7 +427,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return code, said
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
-        """Starts so many jobs, and adds them to those that are alive."""
         if self._is_canceled():
             raise CkptError(
                 f"This run was canceled. {plural(len(alive), 'job')} of it may still end: "
@@ -442,7 +437,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             try:
                 with (
                     warnings.catch_warnings(action="ignore", category=UserWarning),  # run_uv_job is experimental
-                    redirect_stdout(io.StringIO()),  # it prints for each job which bucket has its script
+                    redirect_stdout(io.StringIO()),  # it prints where it keeps each script
                 ):
                     job = self._submit(reached, retries)
             except Exception as error:
@@ -456,7 +451,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             alive[job.id] = job
 
     def _is_canceled(self) -> bool:
-        """Whether ``cancel`` was called since this run's start."""
         try:
             with self.logging_dir.open(_CANCELED, "r") as file:
                 return float(file.read()) > self._began
@@ -488,7 +482,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return _Job(job.id, job.url, launch, self._settings, reached, retries)
 
     def _alive(self) -> list[_Job]:
-        """The jobs of this run that wait or run, whoever has started them."""
         from huggingface_hub import list_jobs
 
         labels = {_LABEL: self._label}
@@ -514,10 +507,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise
 
     def _asked(self, what: str, call: Callable[[], T]) -> T:
-        """The answer of the hub, which is asked again as long as it may come.
+        """Retries a call of the hub.
 
         Raises:
-            CkptError: it does not come.
+            CkptError: it fails.
         """
         try:
             return READING.run(call, what)
@@ -533,7 +526,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return found
 
     def _progress(self) -> dict[int, Progress]:
-        """Of the ranks that are not complete."""
         ranks = self._left(range(self.tasks))
         urls = [url for runner in self._runners if (url := runner.checkpoints_remote_dir) is not None]
 
@@ -545,11 +537,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return self._asked("The mirror cannot be read", look)
 
     def _forget_markers(self, ranks: Iterable[int]) -> None:
-        """Of ranks that run once more, as a retry does: an old marker would hide that they fail."""
+        """Removes markers of ranks that run once more, which would hide that they fail."""
         for rank in set(ranks) - set(self._left(ranks)):
             self.logging_dir.rm(f"completions/{rank:05d}")
-
-    # what jobs get -------------------------------------------------------------------------------------------------
 
     @property
     def _label(self) -> str:
@@ -557,7 +547,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     @cached_property
     def _settings(self) -> str:
-        """Of all that decides about the output, and of the code."""
+        """Hash of every setting that affects the output, and of the code."""
         inputs = [
             (str(step.data_folder.resolve_paths("")), getattr(step, "glob_pattern", None))
             for step in self.pipeline
@@ -567,7 +557,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return hashlib.sha256(orjson.dumps(content, default=str) + bundle()).hexdigest()[:16]
 
     def _seconds(self) -> float:
-        """Until a job is killed, from its start."""
+        """Returns the seconds after which a job is killed."""
         if self.timeout is None:
             return _DEFAULT_SECONDS
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(self.timeout))
@@ -575,7 +565,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise ConfigError(f"timeout: takes seconds, or a text such as 90m or 2h; it is {self.timeout!r}.")
         return float(found[1]) * _UNITS[found[2]]
 
-    def _secrets(self) -> dict[str, Any]:
+    def _secrets(self) -> dict[str, str | None]:
         """
         Raises:
             ConfigError: a variable is not set here.
@@ -599,7 +589,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return found
 
     def _upload(self) -> None:
-        """The package and the executor; a job of an earlier launch that starts now reads the same run."""
+        """Uploads the package and the executor. A job of an earlier launch that starts now reads the same run."""
         content = bundle()
         self._bundle_name = f"datatrove_ckpt-{version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
         executor = deepcopy(self)
@@ -615,19 +605,17 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
 
 def _wanted(most: int, alive: int, at_work: int, free: int) -> int:
-    """How many jobs to start, if not negative.
+    """Returns how many jobs to start, if not negative.
 
     Args:
         most: jobs at one time.
-        alive: jobs.
-        at_work: of them, those that have claims. The claims of a job that was killed look alive for a while.
+        at_work: jobs with claims. The claims of a job that was killed look alive for a while.
         free: ranks. Each job that is not at work yet takes one.
     """
     return min(most, min(at_work, alive) + free) - alive
 
 
 def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
-    """Key, name and text of each value."""
     for key, values in settings.items():
         if isinstance(values, str):
             values = [values]
@@ -635,20 +623,6 @@ def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
             values = dict(enumerate(values or ()))
         for name, value in values.items():
             yield key, str(name), str(value)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM, where it would kill, is a KeyboardInterrupt."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or usual_handler(before := signal.getsignal(signal.SIGTERM)) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _of(some: Sequence[_Job], jobs: Sequence[_Job]) -> str:

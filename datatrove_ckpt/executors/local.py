@@ -1,11 +1,9 @@
 """LocalPipelineExecutor: datatrove's, with worker processes of our own (``process/workers.py``).
 
-It differs in what happens here:
-
-    a worker is killed, or out of memory     its rank starts again; datatrove's run waits without end
-    SIGTERM or SIGHUP to the run             all ranks drain, all processes end; datatrove leaves processes behind
-    a run with other settings, or input,     refused before anything starts; datatrove skips finished ranks
-    than those of the finished ranks         without a look at them
+a worker is killed, or out of memory     its rank starts again; datatrove's run waits without end
+SIGTERM or SIGHUP to the run             all ranks drain, all processes end; datatrove leaves processes behind
+a run with other settings, or input,     refused before anything starts; datatrove skips finished ranks
+than those of the finished ranks         without a look at them
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, chdir, closing, nullcontext
@@ -21,7 +18,7 @@ from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -55,10 +52,11 @@ from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
+from datatrove_ckpt.process.signals import STOP_SIGNALS, in_main_thread
 from datatrove_ckpt.process.task_errors import own_error, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.tasks import TaskList, Tasks, in_turn
-from datatrove_ckpt.process.workers import Stopped, Workers, end_as
+from datatrove_ckpt.process.workers import Workers, end_as
 from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
@@ -69,13 +67,26 @@ _DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
 _REMOTE_CLAIMS_POLL = 15.0
 _WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
-_TO_SAVE = 120.0  # seconds from the end of the drain: disk, the last upload of a mirror, servers
+_TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, servers
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
 _RANK = "datatrove_ckpt.generation.rank"
 _RANKS_AT_ONCE = 32  # as many as short tasks need for 64 requests with a long tail (tests/bench/barrier.py)
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _Done = Callable[[int, PipelineStats], None]
-"""Gets each rank that is complete, with its statistics."""
+"""Takes each complete rank, with its statistics."""
+
+
+def datatroves(arguments: dict[str, object], *own: str) -> dict[str, object]:
+    """Returns the arguments of a method, from its ``locals()``, that are not our own."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "__class__", *own)}
+
+
+def check_depends(depends: object, kind: type) -> None:
+    """
+    Raises:
+        ConfigError: the executor in ``depends`` is of another kind.
+    """
+    if depends is not None and not isinstance(depends, kind):
+        raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(depends).__name__}.")
 
 
 class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
@@ -99,7 +110,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def __init__(
         self,
-        pipeline: list[PipelineStep | Callable[..., Any]],
+        pipeline: list[PipelineStep | Callable[..., object]],
         tasks: int = 1,
         workers: int = -1,
         logging_dir: DataFolderLike = None,
@@ -112,9 +123,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
     ) -> None:
-        given = dict(locals())  # a debugger adds to the other one
-        own = ("self", "__class__", "max_rank_attempts", "ranks_at_once")
-        super().__init__(**{name: value for name, value in given.items() if name not in own})
+        super().__init__(**datatroves(locals(), "max_rank_attempts", "ranks_at_once"))
         self.max_rank_attempts = max_rank_attempts
         if max_rank_attempts < 1:
             raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")
@@ -124,8 +133,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if start_method not in multiprocess.get_all_start_methods():
             allowed = ", ".join(multiprocess.get_all_start_methods())
             raise ConfigError(f"start_method: {start_method!r} is not one of {allowed}.")
-        if depends is not None and not isinstance(depends, DatatroveExecutor):
-            raise ConfigError(f"depends: must be a LocalPipelineExecutor; it is a {type(depends).__name__}.")
+        check_depends(depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output is what they wrote.
@@ -141,7 +149,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         """
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
 
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        runners = self._runners
         if not runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
         if self.workers == 1:  # other workers have loops of their own
@@ -260,8 +268,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return False  # a rank that was complete nevertheless finds that in its checkpoint
 
     def get_incomplete_ranks(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
-        """As datatrove's, from a new listing: other processes write there, and fsspec keeps listings."""
-        for name in ("completions/00000", "stats/00000.json"):  # of the parents of a path
+        for name in ("completions/00000", "stats/00000.json"):  # fsspec keeps listings, and other processes write there
             self.logging_dir.invalidate_cache(name)
         if ranks is None:
             ranks = range(self.world_size)
@@ -273,7 +280,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return found
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
-        """Of all tasks. The others may run on other machines: the last one to end writes it."""
+        """Writes the statistics of all tasks, unless other machines still run tasks: the last one writes them."""
         others = set(range(self.world_size)) - set(local)
         if self.get_incomplete_ranks(others, skip_completed=True):
             return
@@ -283,19 +290,21 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             stats.save_to_disk(file)
 
     def _screen(self, ranks: int, complete: int, stats: PipelineStats) -> Screen | nullcontext[None]:
-        """What the command shows. ``complete``: how many of the ranks are, with these statistics."""
         from datatrove_ckpt.generation.final_stats import finished_documents
 
-        intervals = [step.config.metric_interval for step in self.pipeline if isinstance(step, InferenceRunner)]
-        if not intervals:
+        if not self._runners:
             return nullcontext()
-        return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), min(intervals))
+        interval = min(runner.config.metric_interval for runner in self._runners)
+        return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), interval)
+
+    @property
+    def _runners(self) -> list[InferenceRunner]:
+        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
 
     @property
     def _may_have_workers(self) -> bool:
-        """Processes may take ranks of this run by themselves (``run_worker``), and what they do is safe."""
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-        if not runners or any(runner.checkpoints_local_dir is None for runner in runners):
+        """Whether processes may safely take ranks of this run by themselves (``run_worker``)."""
+        if not self._runners or any(runner.checkpoints_local_dir is None for runner in self._runners):
             return False
         from datatrove_ckpt.mirror.object_store import bucket_for
 
@@ -309,7 +318,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         """Makes this process known to the others.
 
         Args:
-            runs_all: as one that lets nobody else run a rank.
+            runs_all: no other process may run a rank.
             screen: shows what other processes complete, too.
         """
         from datatrove_ckpt.claims.claims import Claims, new_owner
@@ -334,7 +343,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         alone = self._most_at_once == 1
         attempts = self.max_rank_attempts
-        drains = (step.drain_seconds for step in self.pipeline if isinstance(step, InferenceRunner))
+        drains = (runner.drain_seconds for runner in self._runners)
         has_time = partial(has_time_for, max(drains, default=0.0))
         reached = self._reached
         return closing(Claims(store, owner, incomplete, reached, attempts, alone, has_time, self._is_worker))
@@ -342,16 +351,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _reached(self, rank: int) -> Progress:
         from datatrove_ckpt.claims.progress import local_progress, mirrored_progress
 
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-        urls = [runner.checkpoints_remote_dir for runner in runners if runner.checkpoints_remote_dir is not None]
+        urls = [runner.checkpoints_remote_dir for runner in self._runners if runner.checkpoints_remote_dir is not None]
         if urls:
             return mirrored_progress([f"{url}/{rank:05d}" for url in urls])
-        return local_progress([rank_folder(runner.checkpoints_root, rank) for runner in runners])
+        return local_progress([rank_folder(runner.checkpoints_root, rank) for runner in self._runners])
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        """Runs the ranks; beside workers those that they do not run, and waits for the others.
+        """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.
 
-        Without workers, no rank is claimed: whoever would join sees this process, and is refused.
+        Without workers, no rank is claimed: a worker that would join sees this process, and is refused.
         """
         if not self._may_have_workers:
             self._run_all(ranks, screen, done)
@@ -378,7 +386,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         Raises:
             GivenUp: some ranks were given up.
-            CheckpointLocked: this is a worker, and there is a process that runs all ranks.
+            CheckpointLocked: this is a worker, and another process runs all ranks.
         """
         with self._open_claims(runs_all=False, screen=screen) as claims:
             worker = copy(self)
@@ -419,8 +427,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _end_before_time_limit(self) -> None:
         """
         Raises:
-            Preempted: no task that is free would end in time.
-            BaseException: of a handler of signals, which requeues the job.
+            Preempted: no free task would end in time.
+            BaseException: of a signal handler, which requeues the job.
         """
         logger.info(
             "Tasks are free, but would hardly end before the job's time limit: this process takes none of them."
@@ -439,7 +447,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         self._work_through(TaskList(wanted, done), self._copy, 0, overlap)
 
     def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
-        """Runs a rank, and says in its claim how it has ended. None: this process has not completed it.
+        """Runs a rank, and notes its end in its claim. Returns None if this process has not completed it.
 
         Raises:
             BaseException: of the rank; but a worker goes on if only this rank is wrong.
@@ -477,7 +485,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         try:
             return self._run_for_rank(rank, slot)
         except SystemExit as exit:
-            if exit.code and threading.current_thread() is threading.main_thread():  # of a signal it has a code
+            if exit.code and in_main_thread():  # of a signal it has a code
                 raise
             raise UnexpectedExit(
                 f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
@@ -485,8 +493,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     @property
     def _most_at_once(self) -> int:
-        """How many ranks may run at one time in this process."""
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+        runners = self._runners
         if len(runners) != 1 or not runners[0].may_share_servers:  # of several, each needs the GPUs in its turn
             return 1
         if self.ranks_at_once is not None:
@@ -508,7 +515,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         Args:
             make_executor: makes an executor for one rank, with steps of its own.
             slot: of this worker.
-            overlap: several ranks at once. They run in threads, and one that runs alone in the main thread.
+            overlap: several ranks at once, in threads.
         """
         run = partial(_run_rank, make_executor, slot, Path.cwd())
         try:
@@ -518,12 +525,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 else:
                     in_turn(run, ranks)
         finally:
-            _close_servers()
+            from datatrove_ckpt.inference.servers.warm import close_warm_servers
+
+            close_warm_servers()
 
     def _overlap(self, ranks: Tasks, run: Callable[[int], PipelineStats | None], slot: int) -> None:
         from datatrove_ckpt.inference.servers.host import ServerHost
 
-        (runner,) = (step for step in self.pipeline if isinstance(step, InferenceRunner))
+        (runner,) = self._runners
         if runner.checkpoints_local_dir is not None:
             seconds = runner.drain_seconds
         else:
@@ -540,21 +549,18 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
         if self.start_method == "fork":
             import_module(_RANK)  # once, and not in each worker
-        runners = [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-        numbers = {*_STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
-        # Pickled here for every start method: each rank gets a copy of its own.
+        runners = self._runners
+        numbers = {*STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
+        # Pickled for every start method: each rank gets a copy of its own.
         kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
         work = partial(_work, self._pickled(), kept, overlap)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
-        # A marker of an earlier run does not show that a rank that runs once more, as a retry does, is complete.
+        # Markers of ranks that run once more, as a retry does, are of an earlier run.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
-        try:
-            attempts = self.max_rank_attempts
-            with Workers(context, self.workers, work, numbers, attempts, stop_seconds, screen) as workers:
-                for rank, stats in workers.run(ranks):
-                    done(rank, stats)
-        except Stopped:
-            pass
+        attempts = self.max_rank_attempts
+        with Workers(context, self.workers, work, numbers, attempts, stop_seconds, screen) as workers:
+            for rank, stats in workers.run(ranks):
+                done(rank, stats)
         if workers.signal is not None:
             end_as(workers.signal)
         lost = sorted({*self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True), *anew & {*workers.lost}})
@@ -594,11 +600,11 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
 
 def _work(pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks) -> None:
-    """What a worker does.
+    """Runs ranks in a worker.
 
     Args:
         pickled: the executor.
-        identities: of the runners with checkpoints, in the process that started this one.
+        identities: of the runners with checkpoints, in the parent.
         overlap, slot: see ``_work_through``.
     """
 
@@ -613,7 +619,7 @@ def _work(pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot
 def _run_rank(
     make_executor: Callable[[], LocalPipelineExecutor], slot: int, folder: Path, rank: int
 ) -> PipelineStats | None:
-    """Runs one rank, which starts in this folder: a step of another rank may have changed it. None: it has not run."""
+    """Runs one rank, from this folder: a step of another rank may have changed it. Returns as ``_run_taken``."""
     os.chdir(folder)
     executor = make_executor()
     executor.logging_dir = _own_listings(executor.logging_dir)
@@ -621,20 +627,12 @@ def _run_rank(
 
 
 def _own_listings(folder: DataFolder) -> DataFolder:
-    """Returns the same folder. A remote one gets a file system of its own: fsspec keeps listings, which threads must
-    not share.
-    """
+    """Returns the folder, if remote with its own file system: fsspec keeps listings, which threads must not share."""
     if folder.is_local():
         return folder
     shared = folder.fs
     own = type(shared)(*shared.storage_args, skip_instance_cache=True, **shared.storage_options)
     return DataFolder(folder.path, fs=own)
-
-
-def _close_servers() -> None:
-    from datatrove_ckpt.inference.servers.warm import close_warm_servers
-
-    close_warm_servers()
 
 
 def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:
@@ -645,7 +643,7 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
     """
     from datatrove_ckpt.checkpoint.identity import compare
 
-    runners = [step for step in executor.pipeline if isinstance(step, InferenceRunner)]
+    runners = executor._runners
     kept = [runner for runner in runners if runner.checkpoints_local_dir is not None]
     for runner, parents in zip(kept, identities, strict=True):
         if changes := compare(parents.kept, runner.identity(executor.world_size)):
@@ -659,7 +657,7 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
 
 
 def stats_of_complete(logging_dir: DataFolder, ranks: Iterable[int]) -> PipelineStats:
-    """The saved statistics of ranks that earlier runs have completed."""
+    """Reads the statistics of ranks that earlier runs have completed."""
     saved = PipelineStats()
     for rank in sorted(ranks):
         try:
@@ -670,7 +668,6 @@ def stats_of_complete(logging_dir: DataFolder, ranks: Iterable[int]) -> Pipeline
 
 
 def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:
-    """Of a rank that is complete: an earlier run completed it, or its worker died before it could send them."""
     with logging_dir.open(f"stats/{rank:05d}.json") as file:
         stats = PipelineStats.from_json(json.load(file))
     for step in stats.stats:
@@ -679,7 +676,7 @@ def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:
 
 
 def _as_counted(value: dict[str, float] | float) -> MetricStats:
-    """A metric of a saved file, where a plain number is a sum of ones. datatrove would read it as one value."""
+    """Reads a saved metric, where a plain number is a sum of ones. datatrove would read it as one value."""
     if isinstance(value, dict):
         return MetricStats.from_dict(value)
     if value:

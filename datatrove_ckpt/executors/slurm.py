@@ -16,10 +16,9 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.slurm import launch_slurm_job, requeue_handler
@@ -31,8 +30,8 @@ from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
-from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.executors.local import LocalPipelineExecutor, given_up_error
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.executors.local import LocalPipelineExecutor, check_depends, datatroves, given_up_error
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
 from datatrove_ckpt.process.task_errors import own_error
 
@@ -65,7 +64,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def __init__(
         self,
-        pipeline: list[PipelineStep | Callable[..., Any]],
+        pipeline: list[PipelineStep | Callable[..., object]],
         tasks: int,
         time: str,
         partition: str,
@@ -79,7 +78,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         env_command: str | None = None,
         condaenv: str | None = None,
         venv_path: str | None = None,
-        sbatch_args: dict[str, Any] | None = None,
+        sbatch_args: Mapping[str, object] | None = None,
         depends: DatatroveExecutor | None = None,
         depends_job_id: str | None = None,
         job_id_position: int = -1,
@@ -93,16 +92,13 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         mail_type: str = "ALL",
         mail_user: str | None = None,
         requeue: bool = True,
-        srun_args: dict[str, Any] | None = None,
+        srun_args: Mapping[str, object] | None = None,
         with_srun: bool = True,
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
     ) -> None:
-        given = dict(locals())  # a debugger adds to the other one
-        own = ("self", "__class__", "max_rank_attempts", "ranks_at_once")
-        super().__init__(**{name: value for name, value in given.items() if name not in own}, max_array_size=-1)
-        if depends is not None and not isinstance(depends, DatatroveExecutor):
-            raise ConfigError(f"depends: must be a SlurmPipelineExecutor; it is a {type(depends).__name__}.")
+        super().__init__(**datatroves(locals(), "max_rank_attempts", "ranks_at_once"), max_array_size=-1)
+        check_depends(depends, DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them
@@ -131,8 +127,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def pulls(self) -> bool:
         """Whether elements take tasks by themselves."""
         return self.nodes_per_task == 1 and self.skip_completed
-
-    # in a job ------------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         if not self.pulls:
@@ -176,8 +170,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             )
         return CkptError(f"{text} Run the same command again: it submits workers for them.")
 
-    # submission ----------------------------------------------------------------------------------------------------
-
     def launch_job(self) -> None:
         os.environ[LAUNCH] = uuid.uuid4().hex  # sbatch passes it on
         tasks = len(self.get_incomplete_ranks())
@@ -186,7 +178,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         super().launch_job()
 
     def count_elements(self, tasks: int) -> int:
-        """How many elements the array gets for so many tasks."""
         most = _MOST_WORKERS
         if self.workers > 0:
             most = self.workers
@@ -195,8 +186,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return elements
         return math.ceil(tasks / math.ceil(tasks / elements))  # datatrove deals out as many tasks to each, but the last
 
-    def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
-        arguments: dict[str, Any] = super().get_sbatch_args(max_array)
+    def get_sbatch_args(self, max_array: int = 1) -> dict[str, object]:
+        arguments: dict[str, object] = super().get_sbatch_args(max_array)
         arguments["array"] = f"0-{self.count_elements(max_array) - 1}"
         return arguments
 
@@ -208,7 +199,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             arguments.pop(name, None)
         logs = f"{self.slurm_logs_folder}/%j.out"
         arguments |= {"cpus-per-task": 1, "nodes": 1, "output": logs, "error": logs}
-        # Dealt tasks have only the ends of their elements to tell that they ran: a retry is marked as complete before.
+        # Only the ends of the elements show that dealt tasks ran: a retry is marked as complete before.
         kind = "afterany" if self.pulls else "afterok"
         arguments["dependency"] = f"{kind}:{self.array_id}"
         command = f"{_LAST_JOB}=1 launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"
@@ -216,8 +207,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
 
 class _Worker(LocalPipelineExecutor):
-    """One element of the array."""
-
     def __init__(self, array: SlurmPipelineExecutor) -> None:
         super().__init__(
             array.pipeline,
@@ -233,7 +222,6 @@ class _Worker(LocalPipelineExecutor):
 
 @contextmanager
 def _saying_errors() -> Iterator[None]:
-    """Ends a job with the message of an error of ours, and its exit code."""
     try:
         yield
     except Exception as error:

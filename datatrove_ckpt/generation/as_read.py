@@ -1,19 +1,16 @@
 """What a document is identified by before its rollout: its bytes as it was read, whatever it holds.
 
-Only what goes to the output must be writable. A document may come with an image, a tensor or a file that the rollout
-uses and removes. So each value that ``documents.encode`` cannot write is replaced by a text: its type, and a hash of
-its content where the content is known to be the same after each start:
+A document may come with an image, a tensor or a file that the rollout uses and removes. So each value that
+``documents.encode`` cannot write is replaced by a text: its type, and a hash of its content where the content is known
+to be the same after each start:
 
-- PIL images: mode, size and pixels. Not the encoded bytes: most images have none any more, and a file that was opened
-  twice is the same image. The first frame counts. Hashing loads an image that was opened and not loaded.
+- PIL images: mode, size and pixels of the first frame. Most images have no encoded bytes any more.
 - numpy arrays of objects or records, torch tensors: type, shape and content
 - bytearray, memoryview, array.array; deques
 - the decoders of videos and sound that ``datasets`` makes: their encoded bytes, or else the name of their file
 
-Of every other object only the type counts, so a changed value is not noticed when a run is resumed. The alternative was
-to hash its attributes. But objects keep addresses, times and counters, and a run that refuses its own input is worse.
-
-For a document that ``encode`` can write the bytes are the same as there, so that checkpoints stay valid.
+Of every other object only the type counts: its attributes may be addresses, times and counters, and a run must not
+refuse its own input. For a document that ``encode`` can write the bytes are the same as there.
 """
 
 from __future__ import annotations
@@ -40,8 +37,8 @@ class AsRead(NamedTuple):
     """A document as it was read.
 
     Attributes:
-        data: its fields as JSON, for its fingerprint and a dead letter. A value that cannot be kept is a text in it.
-        size: about how many bytes of memory the document takes, those of images and tensors included.
+        data: its fields as JSON, for its fingerprint and a dead letter.
+        size: bytes of memory that the document takes, roughly, with images and tensors.
     """
 
     data: bytes
@@ -49,10 +46,9 @@ class AsRead(NamedTuple):
 
 
 def as_read(document: Document) -> AsRead:
-    """Like ``encode``, but for any document: what a step before this one made is not the rollout's fault yet.
+    """Encodes any document, and never fails. The bytes are the same for equal documents, in any process.
 
-    The bytes are the same for equal documents, in any process. Never fails. A lone surrogate survives. A container
-    that holds itself is cut off where it repeats.
+    A lone surrogate survives. A container that holds itself is cut off where it repeats.
     """
     describe = _Description()
     try:
@@ -99,7 +95,7 @@ class _AnyWrapper:
 
 
 class _Description:
-    """What stands for a value that cannot be kept. Called for each such value of one document. Never raises."""
+    """Describes each value of a document that cannot be kept. Never raises."""
 
     def __init__(self) -> None:
         self.hashed_bytes = 0
@@ -108,7 +104,7 @@ class _Description:
     def __call__(self, value: object) -> str:
         try:
             return _named(value, self._facts(value))
-        except Exception:  # a damaged image, a closed decoder: the rollout may not even look at it
+        except Exception:  # a damaged image, a closed decoder
             return _named(value)
 
     def _facts(self, value: object) -> str:
@@ -156,7 +152,7 @@ class _Description:
 
 
 def _loaded(module: str) -> Any:
-    """The module if somebody has imported it: otherwise no value is of one of its types."""
+    """Returns the module if it is imported: otherwise no value is of one of its types."""
     return sys.modules.get(module)
 
 

@@ -1,14 +1,13 @@
 """``texts_per_request``: texts that wait for their embeddings share requests, whatever documents they are of.
 
-A shared request is a way to send, and nothing else: each text has its cache key, its row, its counters and its errors,
-as if it had been alone. ``generate.py`` sees no difference.
+Each text has its cache key, its row, its counters and its errors, as if it had been alone.
 
     what happens to a shared request                          then
     it is full, or 5 ms old                                   it is sent
     answered                                                  each text has its vector, by index, and its share of the
                                                               tokens: the sum is the request's
-    rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at fault is alone:
-    are answered                                              that is rejected, or retried, as any request
+    rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at fault is alone
+    are answered
     in flight at several deaths of its server                 its texts are sent alone, in quarantine
     no request can be answered                                each text has the error, and the first stops the rank
     a document is cancelled                                   its text leaves; a request without texts is cancelled
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import orjson
 
@@ -50,8 +49,7 @@ class _Text:
     """One text that waits for its vector.
 
     Attributes:
-        is_answered: its document waits no longer, though its task has not run yet. Else an early stop would see a
-            document that waits for a request which is no longer in flight, and cut it off.
+        is_answered: its document waits no longer, though its task has not run yet: an early stop must not cut it off.
     """
 
     __slots__ = ("answer", "is_answered", "text", "waiter")
@@ -74,7 +72,7 @@ class _Text:
 
 
 class _Batch:
-    """The texts of one shared request. ``rest``: of the payload, which is the same for all."""
+    """The texts of one shared request. ``rest``: of the payload."""
 
     def __init__(self, client: CompletionClient, rest: JsonObject, way: Way) -> None:
         self.client = client
@@ -98,7 +96,7 @@ class Batches:
         self._filling: dict[bytes, _Batch] = {}
 
     async def complete(self, client: CompletionClient, payload: Payload, way: Way, waiter: Waiter) -> Completion:
-        """The answer to one text, as ``CompletionClient.complete`` gives it, with the same errors.
+        """Returns the answer to one text, with the errors of ``CompletionClient.complete``.
 
         Args:
             waiter: has started to wait, and waits again when this returns.
@@ -154,7 +152,7 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
 
 
 def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Text], Request]]:
-    """What to send in place of a shared request."""
+    """Divides a shared request."""
     if request.is_quarantined:  # the next death must show whose fault it is
         return [([text], request.copy()) for text in texts]
     middle = len(texts) // 2
@@ -162,8 +160,8 @@ def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Tex
 
 
 def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:
-    """An answer for each text, with tokens by the length of the texts. Their sum is that of the request."""
-    answer: Any = completion.answer
+    """Divides an answer, and its tokens by the length of the texts."""
+    assert completion.answer is not None
     ends = list(accumulate((len(text.text) or 1 for text in texts), initial=0))
     usages: list[JsonObject] = [{} for _ in texts]
     for name, value in completion.usage.items():
@@ -173,5 +171,5 @@ def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:
                 usage[name] = end - start
     return [
         replace(completion, usage=usage, answer={"embeddings": [vector]})
-        for usage, vector in zip(usages, answer["embeddings"], strict=True)
+        for usage, vector in zip(usages, completion.answer["embeddings"], strict=True)
     ]

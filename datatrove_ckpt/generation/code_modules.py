@@ -1,8 +1,6 @@
 """The user's modules: where they are, what binds their names and changes them, and what differs at each start.
 
 Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one module.
-
-This module imports only the standard library: a test runs it alone on every Python that it finds.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from datatrove_ckpt.generation.code_values import MACHINE, UNSTABLE, Path, cells
 
 _STARTED = time.time()
 _late: set[str] = set()
-"""Files of modules that were not loaded when this process looked first, as those that a function imports."""
+"""Files of modules that were not loaded when this process looked first."""
 PIPELINE = {"datatrove", "datatrove_ckpt"}  # which may run from a checkout
 MAIN = ("__main__", "__mp_main__")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(linecache.__file__), "")  # noqa: PTH118, PTH120 (co_filename is text)
@@ -44,7 +42,7 @@ _BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With)
 
 
 class Binding(NamedTuple):
-    """What binds or changes a name of a module. ``tests``: the conditions around it."""
+    """A statement that binds or changes a name of a module. ``tests``: the conditions around it."""
 
     statement: ast.stmt
     tests: tuple[ast.expr, ...] = ()
@@ -52,7 +50,7 @@ class Binding(NamedTuple):
 
 
 class Source:
-    """A parsed file, or the cells of a notebook; without what this Python cannot parse.
+    """A parsed file, or the cells of a notebook.
 
     Attributes:
         bindings: of its names, in order.
@@ -75,7 +73,7 @@ class Source:
             self._collect(self._trees[file].body, ())
 
     def statements(self, name: str) -> list[Binding]:
-        """Those that bind a name, except imports, and then those that change what it stands for."""
+        """Returns the statements that bind a name, except imports, and then those that change its value."""
         found = [*self.bindings.get(name, []), *self.changes.get(name, [])]
         return list(dict.fromkeys(one for one in found if one.imported is None))
 
@@ -112,19 +110,18 @@ class Source:
                 table[name].append(bound)
 
     def uses(self, node: ast.AST) -> Uses:
-        """What a part of the file uses."""
         if node not in self._uses:
             self._uses[node] = Uses(node, self._documented or self._is_for_library(node))
         return self._uses[node]
 
     def text(self, node: ast.AST) -> str:
-        """A part of the file of which ``uses`` was asked."""
+        """Returns the text of a part of the file. Call ``uses`` first."""
         if node not in self._text:
             self._text[node] = write_tree(node)
         return self._text[node]
 
     def _is_for_library(self, node: ast.AST) -> bool:
-        """An installed package decorates a definition, or gives its base. It may read docstring and hints."""
+        """Returns whether an installed package, which may read docstrings, decorates or is a base of a definition."""
         around = [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]
         bound = [one.imported for part in around for one in self.imports("".join(dotted(part)[:1]))]
         packages = {one.module.partition(".")[0] for one in bound if not one.level}
@@ -132,7 +129,7 @@ class Source:
 
     @functools.cache  # noqa: B019 (source_of keeps it, too)
     def _definitions(self, lambdas: bool) -> dict[str, list[tuple[str, int, ast.AST]]]:
-        """Functions and classes by name, each with its file and first line; or lambdas, too."""
+        """Functions and classes, or lambdas, too, by name, with file and first line."""
         found: dict[str, list[tuple[str, int, ast.AST]]] = {}
         for file, tree in self._trees.items():
             waiting: list[ast.AST] = [tree]
@@ -146,18 +143,17 @@ class Source:
 
     @functools.cache  # noqa: B019 (source_of keeps it, too)
     def _codes(self, file: str) -> dict[tuple[str, str], list[int]]:
-        """The lines of functions, by their name and by what this Python compiles from them."""
+        """The lines of functions, by name and bytecode."""
         found: dict[tuple[str, str], list[int]] = {}
         for code in nested_codes(compile_tree(parse(self._texts[file]))):
             found.setdefault((code.co_name, write_code(code)), []).append(code.co_firstlineno)
         return found
 
     def named(self, name: str) -> list[ast.AST]:
-        """Functions and classes of this name, also nested ones."""
         return [node for _, _, node in self._definitions(False).get(name, [])]
 
     def find(self, code: types.CodeType, edited: bool) -> list[ast.AST]:
-        """The function of which this is the code: by its line, or, if the file was edited, by its bytecode."""
+        """Finds the function of a code object: by its line, or, if the file was edited, by its bytecode."""
         file = code.co_filename
         line = code.co_firstlineno
         if file not in self._texts:
@@ -170,7 +166,7 @@ class Source:
 
 
 def _stored(node: ast.stmt) -> Iterator[str]:
-    """The names of what a statement stores into, calls a method of, or gives to a function that changes it."""
+    """Yields what a statement stores into, calls a method of, or gives to a function that changes it."""
     for part in ast.walk(node):
         if isinstance(part, ast.Expr) and isinstance(part.value, ast.Call):
             yield from dotted(part.value)[:1]
@@ -181,14 +177,13 @@ def _stored(node: ast.stmt) -> Iterator[str]:
 
 
 source_of = functools.lru_cache(maxsize=512)(Source)
-"""The parsed file with this text."""
 
 
 class Module:
-    """A file of the user, or the cells of a notebook, and what this process has of it.
+    """A file of the user, or the cells of a notebook.
 
     Args:
-        namespace: its globals; empty: they are not looked at, because other processes may not have loaded it.
+        namespace: its globals; empty: other processes may not have loaded it.
     """
 
     def __init__(self, name: str, file: str, namespace: Mapping[str, Any], documented: bool) -> None:
@@ -229,17 +224,14 @@ def _file(module: str) -> str | None:
 
 
 def is_of_user(file: str | None, module: str | None) -> bool:
-    """Whether a file is the user's own, and not of an installed package, the standard library or this package.
-
-    Text that is compiled without a file ("<string>": methods that ``dataclass`` makes) belongs to no package.
-    """
+    """Returns whether a file is not of an installed package, the standard library or this package."""
     if file is None or str(module).partition(".")[0] in PIPELINE:
         return False
     return bool(_CELL.match(file)) or not (file.startswith(("<", _STANDARD_LIBRARY)) or _PACKAGES.search(file))
 
 
 class Project:
-    """What is the user's. Filled on the way.
+    """The user's modules. Filled on the way.
 
     Attributes:
         changed: names of what the rollout changes.
@@ -258,7 +250,6 @@ class Project:
         self._unstable: dict[type, dict[str, str]] = {}
 
     def owns(self, thing: Any) -> bool:
-        """Whether a function, class or module is of the user."""
         if not isinstance(thing, types.FunctionType | types.ModuleType | type):
             return False
         if isinstance(thing, types.FunctionType):
@@ -283,7 +274,7 @@ class Project:
         return is_of_user(file, module) or (file is not None and module.partition(".")[0] in self.packages)
 
     def module(self, name: str) -> Module | None:
-        """A module of the user; None: it is another one, or is missing."""
+        """Returns a module of the user; None: it is not the user's, or is missing."""
         if name not in self._modules:
             loaded = sys.modules.get(name)
             file = _file(name)
@@ -313,13 +304,12 @@ class Project:
         return self._modules[name]
 
     def module_of(self, value: types.ModuleType) -> Module | None:
-        """The same for a module that is a value. One that was loaded by its path is not what its name imports."""
+        """Does the same for a module that is a value: a module loaded by its path is not what its name imports."""
         if sys.modules.get(value.__name__) is value:
             return self.module(value.__name__)
         return self._made(value.__name__, str(value.__file__), vars(value))
 
     def space(self, function: types.FunctionType) -> Module:
-        """Where a function looks its names up."""
         space = function.__globals__
         file = function.__code__.co_filename
         name = str(space.get("__name__", function.__module__))
@@ -336,7 +326,6 @@ class Project:
         return self._spaces[place]
 
     def source_of(self, thing: Any) -> tuple[Module | None, list[Any]]:
-        """The module of a function or class, and its definitions there."""
         if isinstance(thing, types.FunctionType):
             space = self.space(thing)
             return space, space.find(thing.__code__)
@@ -357,9 +346,8 @@ class Project:
     def targets(
         self, module: Module, use: Name, seen: frozenset[Any] = frozenset()
     ) -> Iterator[tuple[Module | None, Path]]:
-        """Where a name leads, through all imports: a module of the user, and the steps from there; none: all of it.
-
-        Of other modules: None, and the steps from the top.
+        """Yields where a name leads, through all imports: a module of the user, and the steps from there (none: all of
+        it). Of other modules: None, and the steps from the top.
         """
         place = (module.file, use)
         root = use.root
@@ -413,7 +401,7 @@ class Project:
     # what differs at each start --------------------------------------------------------------------------------------
 
     def unstable_names(self, module: Module, nodes: list[ast.AST]) -> dict[str, str]:
-        """The names and attributes to which functions or classes assign another value at each start, with the cause."""
+        """Returns the names to which functions or classes assign another value at each start, with the cause."""
         found: dict[str, str] = {}
         kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
         suspects = [one for one in nodes if self.cause_in(module, one)]
@@ -425,7 +413,6 @@ class Project:
         return found
 
     def unstable_of(self, cls: type) -> dict[str, str]:
-        """The attributes that a class computes anew at each start."""
         if cls not in self._unstable:
             self._unstable[cls] = {}
             for each in filter(self.owns, cls.__mro__):
@@ -436,7 +423,6 @@ class Project:
         return self._unstable[cls]
 
     def cause_of(self, module: Module, name: str) -> str:
-        """Why what a name stands for differs."""
         place = (module.file, name)
         if place not in self._causes:
             self._causes[place] = ""  # where it leads back here
@@ -470,7 +456,6 @@ class Project:
 
 
 def absolute(module: Module, bound: Import) -> str:
-    """The module that an import names."""
     if not bound.level:
         return bound.module
     package = module.package.split(".")
@@ -478,7 +463,7 @@ def absolute(module: Module, bound: Import) -> str:
 
 
 def fingerprint(thing: Any) -> str:
-    """Tells whether a pickle holds the function or object that was described: by code that it holds, and constants."""
+    """Identifies the function or object that was described, by the code that a pickle holds, and constants."""
     if isinstance(thing, functools.partial):
         return digest(
             "partial", *map(fingerprint, [thing.func, *thing.args, *thing.keywords, *thing.keywords.values()])
@@ -498,7 +483,7 @@ def fingerprint(thing: Any) -> str:
 
 
 def is_importable(function: types.FunctionType) -> bool:
-    """Whether an import gives the function. Then a pickle holds its name alone, and it is what is imported now."""
+    """Whether an import gives the function. Then a pickle holds its name alone."""
     found: Any = sys.modules.get(function.__module__)
     if function.__module__ in MAIN:
         return False

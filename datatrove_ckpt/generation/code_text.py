@@ -1,10 +1,10 @@
 """Source code as syntax trees, and trees and code objects as text that is equal on every Python version.
 
 ``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads that parse at once
-fail with ``SystemError: AST constructor recursion depth mismatch``. All parsing of the package happens here, behind one
-lock. Other code of the process may parse, too (loguru does, for tracebacks), so such an error is also tried again.
+fail with ``SystemError``. All parsing of the package happens here, behind one lock. Other code may parse, too (loguru
+does), so such an error is also tried again.
 
-This module imports only the standard library: a test runs it alone on every Python that it finds.
+The modules ``code_*`` import only the standard library: a test runs them on every Python that it finds.
 """
 
 from __future__ import annotations
@@ -28,23 +28,18 @@ _lock = threading.RLock()
 
 
 def parse(source: str) -> ast.Module:
-    """``ast.parse`` for several threads.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: as ``ast.parse``.
-    """
+    """``ast.parse`` for several threads."""
     return _alone(lambda: ast.parse(source))
 
 
 def compile_tree(tree: ast.Module) -> types.CodeType:
-    """The module's code, as an import in this process makes it."""
     code: types.CodeType = _alone(lambda: compile(tree, "<source>", "exec", dont_inherit=True))
     return code
 
 
 def _alone(work: Callable[[], _Result]) -> _Result:
     with _lock, warnings.catch_warnings():
-        # The import warned already. As an error, a warning about an escape would hide the source.
+        # As an error, a warning about an escape would hide the source.
         warnings.simplefilter("ignore")
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -106,7 +101,7 @@ def unhinted(statement: ast.stmt) -> ast.stmt:
 
 
 def _written_value(value: object) -> str:
-    """A constant of Python, or an identifier. ``repr`` of a string depends on the version, and of a set on chance."""
+    """Writes a constant, or an identifier. ``repr`` of a string depends on the version, and of a set on chance."""
     if isinstance(value, int) and not isinstance(value, bool):
         return hex(value)  # str() refuses more than 4300 digits
     if isinstance(value, tuple):
@@ -119,7 +114,7 @@ def _written_value(value: object) -> str:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string, with neighbouring texts as one: some versions split them at ``{{`` and line breaks."""
+    """Joins neighbouring texts of an f-string: some versions split them at ``{{`` and line breaks."""
     merged: list[ast.expr] = []
     for value in values:
         if isinstance(value, ast.Constant) and merged and isinstance(merged[-1], ast.Constant):
@@ -152,7 +147,7 @@ def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def loaded_names(code: types.CodeType) -> set[str]:
-    """The globals, and names of built-in functions, that the code reads."""
+    """Returns the globals and built-in functions that the code reads."""
     kinds = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     steps = [step for inner in nested_codes(code) for step in dis.get_instructions(inner)]
     return {step.argval for step in steps if step.opname.startswith(kinds)}

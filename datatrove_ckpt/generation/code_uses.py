@@ -1,8 +1,6 @@
 """What a part of a file uses: its names with what is taken of them, its texts, and what it changes.
 
-Which names are globals, Python's compiler says: arguments and local variables of the same name are none.
-
-This module imports only the standard library: a test runs it alone on every Python that it finds.
+Python's compiler tells which names are globals.
 """
 
 from __future__ import annotations
@@ -41,23 +39,16 @@ class Name(NamedTuple):
     imported: Import | None = None
 
 
-class Use(tuple[Any, ...]):
-    """A name, in pickles of identity version 4."""
-
-    def __new__(cls, *values: object) -> Use:
-        return super().__new__(cls, values)
-
-
 class Uses:
     """What a part of a file uses.
 
     Args:
-        documented: docstrings and hints count. Else they are removed.
+        documented: docstrings and hints count.
 
     Attributes:
-        names: that are not local, and those of enclosing functions.
-        changed: names and attributes of which it changes what they stand for.
-        words: all names, attributes and texts. texts: the short ones.
+        names: globals, and variables of enclosing functions.
+        changed: names and attributes whose values it changes.
+        words: names, attributes and short texts.
     """
 
     def __init__(self, node: ast.AST, documented: bool = True) -> None:
@@ -111,7 +102,6 @@ class Uses:
 
 
 def _globals(node: ast.AST, nodes: list[ast.AST]) -> set[str]:
-    """The global names, and the variables of enclosing functions."""
     loaded = {part.id for part in nodes if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
     statement: Any = node
     if isinstance(node, ast.expr):
@@ -143,7 +133,6 @@ def _chain(node: ast.AST, inside: set[ast.AST]) -> tuple[str, Path]:
 
 
 def bound_names(nodes: Iterable[ast.AST]) -> set[str]:
-    """The names that statements of a module bind."""
     names: set[str] = set()
     waiting = [*nodes]
     while waiting:
@@ -160,7 +149,6 @@ def bound_names(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Import]]:
-    """The names that an import binds."""
     for alias in node.names:
         if isinstance(node, ast.ImportFrom):
             yield alias.asname or alias.name, Import(node.module or "", alias.name, node.level)

@@ -1,7 +1,4 @@
-"""Values of the user's code as JSON, the same in every process; and which names give another value at each start.
-
-This module imports only the standard library: a test runs it alone on every Python that it finds.
-"""
+"""Values of the user's code as JSON, the same in every process; and which names give another value at each start."""
 
 from __future__ import annotations
 
@@ -57,28 +54,28 @@ class Plain:
     """Writes values as JSON.
 
     Args:
-        project: says what is the user's, what of it differs at each start, and what the rollout changes.
-        folder: of the project, which may be somewhere else next time.
+        project: a ``code_modules.Project``.
+        folder: of the project; may differ at the next start.
 
     Attributes:
-        parts: what was looked at, by its path.
+        parts: JSON values, by path.
         code: the user's functions, classes and modules in the values.
         is_opaque: there are objects of libraries, of which only the type is known.
-        cause: why they differ at each start.
+        cause: why the values differ at each start.
     """
 
     def __init__(self, project: Any, folder: str) -> None:
-        self.parts: dict[str, Any] = {}
+        self.parts: dict[str, object] = {}
         self.code: list[object] = []
         self.is_opaque = False
         self.cause = ""
         self._project = project
         self._folder = folder
-        self._seen: dict[int, Any] = {}  # the objects, too, so that no other gets the id of one
+        self._seen: dict[int, object] = {}  # the objects, too, so that no other gets the id of one
         self._depth = 0
 
     def look(self, owner: object, name: str, value: object, paths: Iterable[Path] = ((),), depth: int = 0) -> Plain:
-        """Looks at parts of a value. Of what the rollout changes, as this process saw it first."""
+        """Writes parts of a value. Of what the rollout changes, as this process saw it first."""
         self._depth = depth
         place = (id(owner), name, *sorted(paths))
         is_changed = name in self._project.changed and not isinstance(value, str)
@@ -93,7 +90,7 @@ class Plain:
             _first[place] = owner, self
         return self
 
-    def _inner(self, owner: object, name: str, value: object) -> Any:
+    def _inner(self, owner: object, name: str, value: object) -> object:
         if name not in self._project.changed or id(value) in self._seen:
             return self.of(value)
         inner = Plain(self._project, self._folder).look(owner, name, value, depth=self._depth)
@@ -102,8 +99,7 @@ class Plain:
         self.cause = self.cause or inner.cause
         return inner.parts[""]
 
-    def of(self, value: Any) -> Any:
-        """The value as JSON."""
+    def of(self, value: Any) -> object:
         kind = type(value)
         if kind is str:
             return self._text(value)
@@ -136,7 +132,7 @@ class Plain:
             value = re.sub(re.escape(self._folder) + r"(?=/|$)", "<folder>", value)
         return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
 
-    def _other(self, value: Any, kind: Any) -> Any:
+    def _other(self, value: Any, kind: Any) -> object:
         if isinstance(value, enum.Enum):
             self._found(kind)
             return f"<{kind.__qualname__}.{value.name}>"
@@ -206,12 +202,11 @@ class Plain:
 
 
 def key(constant: object) -> str:
-    """A step of a path for ``name[constant]``."""
     return f"[{constant!r}]"
 
 
 def follow(value: object, path: Path) -> tuple[object, Path]:
-    """The part of plain data that a path leads to, and the steps that were gone."""
+    """Returns the part of plain data to which a path leads, and the steps up to there."""
     for index, step in enumerate(path):
         parts: Mapping[str, object] = {}
         if isinstance(value, Mapping):
@@ -225,7 +220,6 @@ def follow(value: object, path: Path) -> tuple[object, Path]:
 
 
 def attributes(value: object) -> dict[str, object]:
-    """Of an object: those in its dict and in slots."""
     found = {}
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
@@ -238,12 +232,10 @@ def attributes(value: object) -> dict[str, object]:
 
 
 def is_pacing(value: object) -> bool:
-    """Whether it is a logger, a lock or the like."""
     return _PACING.fullmatch(type(value).__module__) is not None
 
 
 def cells(function: types.FunctionType) -> list[tuple[str, object]]:
-    """The variables of enclosing functions, without those that are not filled yet."""
     found = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):
@@ -252,7 +244,7 @@ def cells(function: types.FunctionType) -> list[tuple[str, object]]:
 
 
 def wrapped(thing: object) -> Any:
-    """What ``functools`` says that a function is around; None if it is around nothing."""
+    """Returns the ``__wrapped__`` of a function, or None."""
     try:
         if isinstance(thing, type):
             return None

@@ -7,11 +7,8 @@
     another variable     counts by its source; functions and objects of the user in its value join
     what differs at each start or on each machine (time, chance, a pid) counts by its source, and is named
 
-Modules are found and parsed, never imported. Installed packages do not count. What the rollout itself changes (a cache,
-a counter) counts as this process saw it first.
-
-Fields are named without modules, so that a helper may move to another module. Of two things of one name, the second has
-a number. This module imports only the standard library: a test runs it alone on every Python that it finds.
+Installed packages do not count. What the rollout itself changes (a cache, a counter) counts as this process saw it
+first. Fields are named without modules, so that a helper may move. Of two things of one name, the second has a number.
 """
 
 from __future__ import annotations
@@ -49,20 +46,19 @@ USED = "uses."
 
 
 def is_bytecode(value: object) -> bool:
-    """The value is a hash that was made without source."""
     return isinstance(value, str) and re.fullmatch(r"bytecode \S+ [0-9a-f]{32}", value) is not None
 
 
 class Description(NamedTuple):
-    """What the user's code is.
+    """Describes the user's code.
 
     Attributes:
-        fields: plain values, by name.
         notes: what each field is about.
-        own: those fields that describe what a pickle holds by value.
-        counts: how many things of one name are among them.
-        edges: what that uses of modules that can be imported.
-        state: the names of what it changes. documented: docstrings and hints count.
+        own: the fields that describe what a pickle holds by value.
+        counts: how many things of one name are in ``own``.
+        edges: what ``own`` uses of modules that can be imported.
+        state: the names of what the code changes.
+        documented: docstrings and hints count.
         left: what is not compared, and why.
     """
 
@@ -77,7 +73,7 @@ class Description(NamedTuple):
 
 
 class _Found:
-    """Something that was reached: a definition, a variable, or a function that is a value."""
+    """A definition, a variable, or a function that is a value."""
 
     def __init__(self, label: str, where: str, own: bool) -> None:
         self.label = label
@@ -100,7 +96,7 @@ class Walk:
     Args:
         state: names of what is known to change while the rollout runs.
         documented: docstrings and hints count.
-        before: the fields that are known already, of what came by value.
+        before: describes what came by value.
     """
 
     def __init__(self, state: frozenset[str], documented: bool, before: Description | None) -> None:
@@ -115,7 +111,7 @@ class Walk:
     # from name to name -----------------------------------------------------------------------------------------------
 
     def _take(self, found: _Found, module: Module, node: ast.AST, runs: bool, closed: Iterable[str] = ()) -> list[Name]:
-        """Joins a part of a module, and follows what it names. Returns what it uses of enclosing functions."""
+        """Adds a part of a module, and follows its names. Returns what it uses of enclosing functions."""
         uses = module.source.uses(node)
         found.texts.append(module.source.text(node))
         found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))], module.folder)
@@ -150,7 +146,7 @@ class Walk:
                 self._go(found, target, steps)
 
     def _go(self, found: _Found, module: Module, steps: Path, label: str = "") -> None:
-        """Into a module. What a pickle holds by value notes what it uses of modules that are imported."""
+        """Follows steps into a module. What a pickle holds by value notes what it uses of imported modules."""
         if found.own and not module.travels:
             self._edges[module.name, steps, label] = None
         elif steps:
@@ -194,7 +190,7 @@ class Walk:
             found.words |= dict.fromkeys(re.findall(r"[^'\"/]+", str(found.values)), module.folder)
 
     def _look_inside(self, found: _Found, module: Module, top: str, value: Any) -> None:
-        """What the source of a definition does not show: wrappers, values that were computed, what was set later."""
+        """Adds what the source of a definition does not show: wrappers, computed values, what was set later."""
         parts = {"": value}
         if isinstance(value, type):
             parts = dict(sorted(vars(value).items()))
@@ -210,7 +206,7 @@ class Walk:
                 self._reach_all(found, Plain(self._project, module.folder).look(value, name, inner))
 
     def _look_at_function(self, found: _Found, module: Module, function: Any) -> None:
-        """What a definition computed when it was executed: its defaults, and which of several of its name it is."""
+        """Adds what a definition computed when it was executed: its defaults, and which one of its name it is."""
         node: Any = next(iter(module.find(function.__code__)), None)
         if node is None and module.was_edited:
             found.bytecode.append(write_code(function.__code__))  # the source was edited after it was imported
@@ -233,7 +229,6 @@ class Walk:
                 self._add(found, function, name, value, module.folder, cause=cause)
 
     def _reach_all(self, origin: _Found, plain: Plain) -> None:
-        """Follows the user's functions, classes and modules in values."""
         for thing in plain.code:
             if isinstance(thing, types.FunctionType | type):
                 plain.is_opaque |= not self._code(origin, thing)
@@ -256,7 +251,7 @@ class Walk:
         place: Any = thing
         own = origin.own
         if isinstance(thing, types.FunctionType):
-            # dill makes a copy of a function. Two of one factory have the same code, and other things around it.
+            # dill copies functions. Two functions of one factory have the same code, and other cells.
             around_it = [id(one) for _, one in cells(thing) if isinstance(one, list | dict | set)]
             place = (fingerprint(thing), *around_it)
             own = module.travels or (own and not is_importable(thing))
@@ -297,11 +292,7 @@ class Walk:
         cause: str = "",
         prefix: str = ".{}",
     ) -> Plain:
-        """Parts of a value: of a variable, of an enclosing function, an argument, an attribute.
-
-        Args:
-            cause: why it differs at each start.
-        """
+        """Adds parts of a value. ``cause``: why it differs at each start."""
         plain = Plain(self._project, folder).look(owner, name, value, paths)
         self._reach_all(found, plain)
         cause = cause or plain.cause
@@ -314,7 +305,6 @@ class Walk:
     # where it begins -------------------------------------------------------------------------------------------------
 
     def root(self, label: str, thing: object) -> None:
-        """Begins at a function, object, class, or dict of values."""
         origin = self._found["root", label] = _Found(label, label, own=True)
         origin.root = True
         while isinstance(thing, functools.partial | types.MethodType):
@@ -413,7 +403,6 @@ class Walk:
         return fields
 
     def _text_file(self, name: str, folder: str) -> dict[str, object]:
-        """The content of a file of the project."""
         words = [word for found in self._found.values() for word in found.words]
         for word in ("", "..", os.getcwd(), *words):  # noqa: PTH109
             path = os.path.join(folder, word, name)  # noqa: PTH118
@@ -424,11 +413,7 @@ class Walk:
 
 
 def describe(things: Mapping[str, object], before: Description | None = None) -> Description:
-    """Describes what begins at these functions and objects, by their field.
-
-    Args:
-        before: of a pickle: what came by value is described as it says.
-    """
+    """Describes functions and objects, by their field. ``before``: describes what a pickle brought by value."""
     known = (frozenset[str](), False)
     if before is not None:
         known = (before.state, before.documented)
@@ -442,11 +427,10 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
 
 @contextmanager
 def _deep() -> Iterator[None]:
-    """Allows deep trees, and no garbage collection."""
     collects = gc.isenabled()
     limit = sys.getrecursionlimit()
     gc.disable()  # it would look at hundreds of thousands of nodes again and again
-    sys.setrecursionlimit(max(limit, _DEEPEST))  # a chain of a few hundred operators or elifs is a tree as deep
+    sys.setrecursionlimit(max(limit, _DEEPEST))  # hundreds of elifs are a tree as deep
     try:
         yield
     finally:

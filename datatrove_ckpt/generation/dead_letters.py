@@ -2,11 +2,10 @@
 
 A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry takes the letters
 that no earlier retry has taken, writes them to ``retry-00001/<rank>/input.jsonl``, and processes this file like any
-other input, with a checkpoint in the same folder. So a retry can be killed and resumed like any other run. A document
-that fails again is a dead letter again, with one attempt more, for the next retry.
+other input, with a checkpoint in the same folder. A document that fails again is a dead letter for the next retry.
 
-A letter that a retry has taken stays a letter: when its chunk is processed again (after ``repair``), the same line is
-written again, and its document is the retry's alone. Else the document would be in the output twice.
+A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``). Else the document
+would be in the output twice.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from datatrove_ckpt.checkpoint.layout import (
     is_finished,
     rank_folder,
     retry_folder,
+    retry_folders,
     retry_number,
 )
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
@@ -56,7 +56,6 @@ class Letter(TypedDict):
 
 
 def cause_of(error: BaseException) -> str:
-    """What happened, in one line."""
     cause = error.error if isinstance(error, InferenceError) else error
     text = printable(redact(safe_text(cause)))
     if isinstance(cause, CkptError | str):
@@ -75,14 +74,13 @@ def dead_letter(
     payload_hashes: list[str],
     earlier: Letter | None,
 ) -> bytes:
-    """A line of ``dead_letters.jsonl``, without its line break.
+    """Returns a line of ``dead_letters.jsonl``, without its line break.
 
     Args:
-        doc_id: its id as it was read.
         as_read: the document before any rollout saw it; None: encode the document as it is now.
         position: the reader's state right after the document.
         payload_hashes: of the last request of each rollout.
-        earlier: the letter of the failed attempt before, if this is a retry.
+        earlier: the letter of the attempt before, if this is a retry.
     """
     kept = as_read or encode_as_read(document).data
     head: Letter = {
@@ -99,7 +97,7 @@ def dead_letter(
 
 
 def read_letters(path: Path) -> Iterator[Letter]:
-    """The letters of a file. A missing file has none."""
+    """Yields the letters of a file. A missing file has none."""
     if path.exists():
         with path.open("rb") as file:
             for line in file:
@@ -107,24 +105,24 @@ def read_letters(path: Path) -> Iterator[Letter]:
 
 
 Attempt = tuple[int, int]
-"""A document's ordinal, and the attempt at it that failed, counted from 1. It names one letter of a rank."""
+"""A document's ordinal, and the attempt that failed, counted from 1."""
 
 
 class TakenLetters:
-    """The letters of a rank that its retries have taken, as they were written."""
+    """The letters of a rank that its retries have taken."""
 
     def __init__(self, root: Path, rank: int) -> None:
         self._lines: dict[Attempt, tuple[Path, bytes]] = {}
-        for number in range(1, 1 + (_last_retry(root) if root.exists() else 0)):
-            path = rank_folder(retry_folder(root, number), rank) / RETRY_INPUT
+        for folder in retry_folders(root):
+            path = rank_folder(folder, rank) / RETRY_INPUT
             for letter in read_letters(path):
                 self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)
 
     def get(self, document: Document, doc_id: str, ordinal: int) -> bytes | None:
-        """The letter to write instead of processing the document; None: no retry has it, so process it.
+        """Returns the letter to write instead of processing the document; None: no retry has it, so process it.
 
         Args:
-            ordinal: its number in this input, which a retried document's letter overrules.
+            ordinal: its number in this input; the letter of a retried document overrides it.
 
         Raises:
             CheckpointMismatch: the retry has another document of this number.
@@ -147,7 +145,7 @@ class TakenLetters:
 
 
 class DeadLetterPass:
-    """One pass over a rank's dead letters. ``DeadLetterPass.next`` resumes an interrupted pass, or starts another.
+    """One pass over a rank's dead letters.
 
     Attributes:
         root: the pass's ``checkpoints_local_dir``.
@@ -155,6 +153,7 @@ class DeadLetterPass:
     """
 
     def __init__(self, root: Path, number: int, rank: int) -> None:
+        self.number = number
         self.root = retry_folder(root, number)
         self.prefix = f"retry{number}_"
         self._folder = rank_folder(self.root, rank)
@@ -162,7 +161,7 @@ class DeadLetterPass:
 
     @classmethod
     def next(cls, root: Path, rank: int) -> DeadLetterPass | None:
-        """None: there is nothing to retry.
+        """Resumes an interrupted pass, or starts another. None: there is nothing to retry.
 
         Raises:
             CheckpointMismatch: the rank itself is not finished; its own documents come first.
@@ -172,22 +171,21 @@ class DeadLetterPass:
             raise CheckpointMismatch(
                 f"Rank {rank} in {root} is not finished. Run it to its end first, without {written.retry_dead_letters}."
             )
-        passes = [cls(root, number, rank) for number in range(1, 1 + _last_retry(root))]
+        numbers = sorted(filter(None, [retry_number(path.name) for path in retry_folders(root)]))
+        passes = [cls(root, number, rank) for number in numbers]
+        passes = [retry for retry in passes if retry._input.exists()]  # the others are of other ranks
         for retry in passes:
-            if retry._input.exists() and not retry._is_finished():
+            if not retry._is_finished():
                 return retry
         letters = _untaken(folder, passes)
         if not letters:
             return None
-        # Count this rank's passes only: the last pass of the folder may belong to another rank.
-        used = [number for number, retry in enumerate(passes, 1) if retry._input.exists()]
-        retry = cls(root, 1 + max(used, default=0), rank)
+        retry = cls(root, 1 + max((retry.number for retry in passes), default=0), rank)
         files.disk.make_dirs(retry._folder, files.PRIVATE_FOLDER)
         files.disk.replace(retry._input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
         return retry
 
     def documents(self) -> RetriedDocuments:
-        """The documents as they were first read, each with its letter."""
         return RetriedDocuments(self._input)
 
     def _is_finished(self) -> bool:
@@ -196,7 +194,7 @@ class DeadLetterPass:
 
 
 class RetriedDocuments:
-    """The documents of a file of letters. Their number is known, so the rank's progress has a percentage."""
+    """The documents of a file of letters, as they were first read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -220,16 +218,10 @@ class RetriedDocument(Document):  # type: ignore[misc]
         self.letter = letter
 
 
-def _last_retry(root: Path) -> int:
-    numbers = [number for path in root.iterdir() if (number := retry_number(path.name)) is not None]
-    return max(numbers, default=0)
-
-
 def _untaken(rank_folder: Path, passes: list[DeadLetterPass]) -> list[Letter]:
-    """The letters that no pass has taken. A document has one letter for each failed attempt."""
     taken = {(letter["ordinal"], letter["attempts"]) for retry in passes for letter in read_letters(retry._input)}
     folders = [rank_folder, *(retry._folder for retry in passes)]
     letters = [letter for folder in folders for letter in read_letters(folder / DEAD_LETTERS)]
     untaken = [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]
-    # Letters are in the order in which chunks were committed, which differs from run to run.
+    # Chunks are committed in any order.
     return sorted(untaken, key=lambda letter: (letter["ordinal"], letter["attempts"]))

@@ -1,7 +1,7 @@
 """Code that is not ours and tries to end the process: ``sys.exit(0)`` in a rollout, a reader or ``shared_context``.
 
-``SystemExit`` and its like are no ``Exception``, so datatrove would not take them for a failure: the process would end
-with exit code 0 and documents missing, or its pool would wait without end for the result of a worker that is gone.
+``SystemExit`` is no ``Exception``, so datatrove would not take it for a failure: the process would end with exit code 0
+and documents missing, or its pool would wait without end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ _EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
 
 
 def exit_error(who: str, error: BaseException) -> UnexpectedExit:
-    """The error instead of an exit."""
     if isinstance(error, SystemExit):
         did = f"called sys.exit({'' if error.code is None else safe_repr(error.code)})"
     else:
@@ -32,7 +31,7 @@ def exit_error(who: str, error: BaseException) -> UnexpectedExit:
 
 @contextmanager
 def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
-    """Around code that is not ours: an exit becomes an error. A process that the code forked ends with the block.
+    """Turns an exit of code that is not ours into an error. A process that the code forked ends with the block.
 
     Raises:
         UnexpectedExit: the code tried to end the process, and no signal asked for that.
@@ -49,6 +48,5 @@ def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
 
 
 def name_of(function: object) -> str:
-    """A rollout's name, for people."""
     function = getattr(function, "func", function)  # of a partial
     return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -1,9 +1,9 @@
 """Decides for each document that fails: the rank stops, or the document becomes a dead letter.
 
 ``on_document_error="stop"`` (the default) stops the rank at any failure, with two exceptions: a request that the server
-rejects, if ``skip_bad_requests`` is set, and a request that kills servers, because it would kill the next one, too.
+rejects, if ``skip_bad_requests`` is set, and a request that kills servers.
 
-A failure of the server is never a document's: it stops the rank (``Scheduler.fail``) before anybody asks here.
+A failure of the server is never a document's: it stops the rank (``Answers.fail``).
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class Failures:
     Attributes:
         dead: dead letters of all attempts.
         limit: most dead letters before the rank stops; None: no limit.
-        kept: dead letters are written somewhere. Without a checkpoint they are not; then a document is left out only
-            if the user has set ``skip_bad_requests``.
+        kept: dead letters are written. Without a checkpoint they are not.
         taken: letters that retries have taken: their documents are not processed here; None: there are no retries.
-        if_corrected: what a user must know who corrects the rollout, as parts of a message; empty if nothing.
+        if_corrected: see ``correction``.
     """
 
     on_document_error: OnDocumentError
@@ -65,7 +64,6 @@ class Failures:
 
     @property
     def keep_as_read(self) -> bool:
-        """Dead letters are likely, so keep the bytes of each document in work as it was read."""
         return self.on_document_error == "dead_letter" or self.skip_bad_requests
 
     def letter_or_raise(
@@ -76,16 +74,16 @@ class Failures:
         payload_hashes: list[str],
         rejections: Sequence[RequestRejected] = (),
     ) -> bytes:
-        """The document's dead letter, as a line of ``dead_letters.jsonl``.
+        """Returns the document's dead letter, as a line of ``dead_letters.jsonl``.
 
         Args:
             error: what a rollout of the document raised.
-            rejections: the requests of the document that the server has rejected, whatever its rollouts did about it.
+            rejections: the requests of the document that the server has rejected.
 
         Raises:
             DocumentFailed: the rule says that this failure stops the rank.
             TooManyDeadLetters: this would be a dead letter beyond the limit.
-            CkptError: the rollout let one out, and the rule says that it stops the rank.
+            CkptError: the rollout raised it, and the rule says that it stops the rank.
         """
         if isinstance(error, DocumentNotSerializable):  # perhaps of an error that gather has returned
             error = next((cause for cause in causes(error) if isinstance(cause, InferenceError)), error)
@@ -121,16 +119,15 @@ class Failures:
         return self.on_document_error == "dead_letter"
 
 
-# How datatrove's own errors begin, and those that rollouts make in their likeness.
+# How datatrove's own errors begin.
 _BAD_REQUEST = re.compile(r"(Got )?BadRequestError\b")
 
 
 def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
-    """Whether a rollout's error means that one of its requests was rejected.
+    """Returns whether a rollout's error means that one of its requests was rejected.
 
-    datatrove looks for the word "BadRequestError" anywhere in an ``InferenceError``, the payload included. So it skips
-    a document that contains the word when the server fails for it. Here the word in the midst of a text counts only if
-    the server has indeed rejected a request of the document.
+    datatrove looks for the word "BadRequestError" anywhere in an ``InferenceError``, the payload included. Here, in the
+    midst of a text, it counts only if the server has rejected a request of the document.
     """
     for cause in causes(error):
         if isinstance(cause, RequestRejected):
@@ -151,7 +148,7 @@ def _named(doc_id: str, slot: ChunkSlot) -> str:
 
 
 def correction(rollout_fn: object) -> list[object]:
-    """What a user must know who corrects this rollout in the middle of a run; of one that is ready-made, nothing."""
+    """Returns the advice for a user who corrects this rollout, as parts of a message; none for ready-made rollouts."""
     if type(rollout_fn).__module__ == InvalidAnswer.__module__:
         return []
     return [
@@ -178,7 +175,7 @@ def _stop(name: str, cause: str, error: BaseException, document: Document, rule:
     raise DocumentFailed(message, document, error) from error
 
 
-# How vLLM, SGLang, llama.cpp and OpenAI word it. The words choose a hint, never what happens.
+# As vLLM, SGLang, llama.cpp and OpenAI word it. The words only choose a hint.
 _TOO_LONG = re.compile(
     r"context.(length|size|window)|max(imum)?.(model|context|sequence|input).len|exceed_context_size"
     r"|longer than the (model|maximum)",
@@ -187,7 +184,7 @@ _TOO_LONG = re.compile(
 
 
 def _way_out(error: BaseException) -> list[object]:
-    """What to do about a rejected request, as parts of a message that end with a blank."""
+    """Returns what to do about a rejected request, as parts of a message that end with a blank."""
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None:
         return []
@@ -205,7 +202,7 @@ def _way_out(error: BaseException) -> list[object]:
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
-    """The error that stops the rank when a server has failed for a request of this document."""
+    """Returns the error that stops the rank when a server has failed for a request of this document."""
     document = _named(doc_id, slot)
     if isinstance(error, RequestFailed):
         message = [

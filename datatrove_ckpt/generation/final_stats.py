@@ -1,7 +1,7 @@
 """A rank's numbers as datatrove's stats, under the names that its own runner uses.
 
-They are those of all attempts, of this rank only, with its retries of dead letters: they come from the checkpoint, and
-replace what the step object holds, which may have run another rank before.
+They are of all attempts of this rank, with its retries of dead letters. They come from the checkpoint, and replace what
+the step object holds, which may have run another rank before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingSta
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits, sum_work
-from datatrove_ckpt.checkpoint.layout import COMMITS, RETRIES, SHARD, rank_folder, retry_number
+from datatrove_ckpt.checkpoint.layout import COMMITS, SHARD, rank_folder, retry_folders, retry_number
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -21,11 +21,11 @@ from datatrove_ckpt.readers.shard import ShardRecord
 
 
 class RankNumbers:
-    """What the folders of a rank hold: its own and those of its retries. Each document counts once.
+    """The numbers of a rank and its retries. Each document counts once.
 
     Args:
         root: ``checkpoints_local_dir``; None: there are no folders.
-        opened: the folder of a checkpoint that is open, which ``fill`` gets.
+        opened: the folder of the checkpoint that ``fill`` gets.
 
     Raises:
         CheckpointCorrupt: a commit of another folder is damaged.
@@ -40,9 +40,9 @@ class RankNumbers:
         if root is None:
             return
         self._shard = rank_folder(root, rank) / SHARD
-        for parent in (root, *sorted(root.glob(RETRIES))):
+        for parent in (root, *retry_folders(root)):
             folder = rank_folder(parent, rank)
-            if folder != opened and (parent == root or retry_number(parent.name) is not None):
+            if folder != opened:
                 self._add(folder, *sum_work(read_commits(folder / COMMITS).values()))
 
     def _add(self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds) -> None:
@@ -54,10 +54,7 @@ class RankNumbers:
         self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
 
     def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:
-        """Sets the numbers of a step: those of the committed documents, and the time until the last commit.
-
-        ``checkpoint``: the one that was open, closed.
-        """
+        """Sets the numbers of a step. ``checkpoint``: the open one, closed."""
         if checkpoint is not None:
             self._add(self._opened, checkpoint.counts, checkpoint.work, checkpoint.seconds)
         counts = self.counts
@@ -87,13 +84,12 @@ class RankNumbers:
 
 
 def finished_documents(stats: Iterable[Stats]) -> int:
-    """The documents in statistics that ``RankNumbers.fill`` has made."""
     found = [each.stats.get(name) for each in stats for name in ("documents_processed", "skipped_bad_requests")]
     return sum(int(metric.total) for metric in found if metric is not None)
 
 
 def metric(sums: Sums, unit: str) -> MetricStats:
-    """The statistics that ``MetricStats.update`` computes from the values one by one."""
+    """Returns what ``MetricStats.update`` computes from the values one by one."""
     if not sums.n:
         return MetricStats(unit=unit)
     mean = sums.total / sums.n
@@ -104,7 +100,6 @@ def metric(sums: Sums, unit: str) -> MetricStats:
 
 
 def timing(seconds: float, unit: str) -> TimingStats:
-    """One time, in seconds."""
     return TimingStats(seconds, 1, seconds, seconds, seconds, 0.0, unit)
 
 

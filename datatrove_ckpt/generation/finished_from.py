@@ -1,14 +1,12 @@
 """Finds finished documents in an old output, so that they need no request: the setting ``finished_from``.
 
-The old output is that of datatrove's own ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks: JSON
-lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row belongs to the document
-that has its id, its text and its metadata, but for what the rollout added and for the path of the input file. Nothing
-else of an old checkpoint is used: its count of finished chunks includes documents that were lost.
+The old output is of datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks: JSON lines,
+Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row belongs to the document that has
+its id, its text and its metadata, but for what the rollout added and for the path of the input file.
 
-Each start of a rank reads the old output again, before its first document is handed over, so no crash leaves a state.
-The metadata of the rows is copied to a temporary file that has no name. In memory are 16 bytes for each row, 40 while
-they are sorted. Rows are not looked up in the old files: gzip cannot seek, S3 is slow, and datatrove's rows are in no
-order.
+Each start of a rank reads the old output again, so no crash leaves a state. The rows are copied to a temporary file
+without a name: gzip cannot seek, and datatrove's rows are in no order. In memory are 16 bytes for each row, 40 while
+they are sorted.
 """
 
 from __future__ import annotations
@@ -39,15 +37,16 @@ from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
+from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import Result, decode, encode, result_of
-from datatrove_ckpt.output.formats import Format, Row, format_of_file
+from datatrove_ckpt.output.formats import Format, format_of_file
 
 _TORN = "torn lines, as a kill leaves them"
 _NO_DOCUMENT = "rows without an id or a text"
 _DAMAGED = (EOFError, ValueError, zlib.error, gzip.BadGzipFile)  # pyarrow raises a ValueError
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
-# Fields of some results only: in Parquet the others have null there.
+# In Parquet, results without these fields have null there.
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
 _OWN_FIELDS = ("text", "id", "media", "metadata")
 
@@ -63,7 +62,6 @@ class FinishedDocuments:
 
     Args:
         places: folders or URLs, each with a pattern of file names at its end or without.
-        metadata_key: under which the results are.
         rollouts: the most results that a document may have.
         folder: for the temporary file; None: the system's.
     """
@@ -81,7 +79,6 @@ class FinishedDocuments:
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
         self._causes = Counter[str]()
-        self._most_results = 0
         self.taken = 0
         self.missing = 0
         self.differing = 0
@@ -104,7 +101,7 @@ class FinishedDocuments:
         for old in rows:
             if not self._differing(document.metadata, old):
                 self.taken += 1
-                # JSON has lost types that the document has as it was read. What the rollout removed stays away.
+                # JSON has lost types that the document has as it was read.
                 for name in old.keys() & document.metadata.keys() - {self._metadata_key}:
                     old[name] = document.metadata[name]
                 old[self._metadata_key] = [_result(result) for result in old[self._metadata_key]]
@@ -128,7 +125,6 @@ class FinishedDocuments:
             self._file.close()
 
     def _find(self, file: IO[bytes], digest: bytes) -> Iterator[bytes]:
-        """The rows of a document's id and text."""
         key = np.uint64(_key(digest))
         first = int(np.searchsorted(self._keys, key))
         last = int(np.searchsorted(self._keys, key, side="right"))
@@ -139,7 +135,7 @@ class FinishedDocuments:
                 yield os.pread(file.fileno(), int.from_bytes(head[_DIGEST_BYTES:]), at + len(head))
 
     def _differing(self, as_read: Json, old: Json) -> list[str]:
-        """The keys with another value in an old row. The input file may have another path now."""
+        """Returns the keys with another value in an old row. The input file may have another path now."""
         names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
         return [name for name in as_read if name in names and not _is_same(as_read[name], old[name])]
 
@@ -174,14 +170,8 @@ class FinishedDocuments:
         logger.info(f"finished_from: {names} has {number} in {plural(len(found), 'file')}, which need no request.")
         for cause in causes:
             logger.warning(f"finished_from: not taken over: {cause}.")
-        if 0 < self._most_results < self._rollouts:
-            most = plural(self._most_results, "result")
-            logger.warning(
-                f"finished_from: rollouts_per_document is {self._rollouts}, but no document has over {most}."
-            )
 
     def _files(self, place: str) -> list[_OldFile]:
-        """The files of a place that may hold documents."""
         path = place.replace("${rank}", f"{self._rank:05d}")
         pattern = None
         if "*" in path:
@@ -202,7 +192,7 @@ class FinishedDocuments:
         return found
 
     def _documents(self, old: _OldFile) -> Iterator[Document]:
-        """The documents of a file that can be taken over. Counts the others."""
+        """Yields the documents of a file that can be taken over. Counts the others."""
         where = old.folder.resolve_paths(old.name)
         compression = None if old.format.is_compressed else "infer"
         try:
@@ -221,7 +211,6 @@ class FinishedDocuments:
             ) from error
 
     def _document(self, row: Row | None, line: bytes) -> tuple[Document | None, str]:
-        """A row's document, or why there is none."""
         if row is None:
             return None, _TORN
         if line.startswith(PREFIX):  # of our journal
@@ -242,7 +231,6 @@ class FinishedDocuments:
             return None, f"documents without results under {self._metadata_key!r}: dropped, skipped, or not finished"
         if len(results) > self._rollouts:
             return None, f"documents with more results than rollouts_per_document ({self._rollouts})"
-        self._most_results = max(self._most_results, len(results))
         return document, ""
 
 
@@ -256,7 +244,6 @@ def _refuse_running(lock: Path) -> None:
 
 
 def _digest(name: str, text: str) -> bytes:
-    """The digest of a document's id and text."""
     return xxhash.xxh3_128_digest(f"{len(name)} {name}{text}".encode("utf-8", "surrogatepass"))
 
 
@@ -265,7 +252,7 @@ def _key(digest: bytes) -> int:
 
 
 def _metadata_of(row: Row) -> Json:
-    """A row's metadata, also where the writer made columns of them."""
+    """Returns a row's metadata, also where the writer made columns of them."""
     metadata = row.get("metadata")
     if isinstance(metadata, dict):
         return metadata
@@ -281,7 +268,7 @@ def _is_same(as_read: object, old: object) -> bool:
 
 
 def _as_json(value: object) -> object:
-    """The value as JSON. Columns of Parquet have null for each key that another row has."""
+    """Converts a value to JSON. Columns of Parquet have null for each key that another row has."""
     return _without_nulls(orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)))
 
 
@@ -294,7 +281,7 @@ def _without_nulls(value: object) -> object:
 
 
 def _result(value: object) -> object:
-    """An InferenceResult, of JSON or of a journal, as a rank makes it. What a rollout itself returned stays."""
+    """Converts an InferenceResult, of JSON or of a journal. What a rollout itself returned stays."""
     if type(value) is InferenceResult:
         return Result(**vars(value))
     if not isinstance(value, dict):

@@ -28,6 +28,7 @@ from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged, refuse
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
+    RequestError,
     RequestFailed,
     RequestPoisoned,
     RequestRejected,
@@ -65,16 +66,16 @@ from datatrove_ckpt.rollouts.media import media_key, split_media
 _Arguments = TypeVarTuple("_Arguments")
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
-# Payloads with one of these have another hash for each order of the keys inside, as in all checkpoints so far.
+# The hash of a payload with one of these depends on the order of the keys inside.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 _GENERATING = (CHAT, COMPLETIONS)
-_MOST_SIZES = 1000  # that are remembered: params may be others for each document
-# What of these ways has one size for each set of params, and how to say it.
+_MOST_SIZES = 1000  # params may be others for each document
+# Answers that have one size for each set of params: their field, and words for a message.
 _MEASURED = {
     "embed()": ("embeddings", "a vector of ", "one of "),
     "classify()": ("probabilities", "probabilities of classes: ", ""),
 }
-# In what is hashed; never sent.
+# Keys of what is hashed, never sent.
 _WAY = "$way"
 _MODEL = "$model"
 _QUERY = "$query"
@@ -86,10 +87,9 @@ class Model:
 
     Attributes:
         client: ready once its servers are.
-        observer: of its requests.
         batches: None: texts share no requests.
-        sizes: of the first vector, or the first classes, for each set of params.
-        is_dead: nobody waits for its requests in flight any more.
+        sizes: length of the first vector, or number of the first classes, for each set of params.
+        is_dead: a drain does not wait for its requests in flight.
     """
 
     config: InferenceConfig
@@ -101,7 +101,7 @@ class Model:
 
 
 class RankContext(Protocol):
-    """What a request needs from its rank. See ``Scheduler``."""
+    """The ``Scheduler``, for a request."""
 
     models: dict[str, Model]
     model: Model
@@ -119,7 +119,7 @@ class Answers:
 
     Attributes:
         rejections: its requests that the server has rejected.
-        failure: with which it stops the rank, whatever its rollouts do with the error that they see.
+        failure: stops the rank.
     """
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
@@ -132,7 +132,7 @@ class Answers:
         self._pending = 0
 
     async def cached(self) -> dict[AnswerKey, Answer]:
-        """What earlier attempts have kept."""
+        """Returns what earlier attempts have kept."""
         if self._cached is None:
             loop = asyncio.get_running_loop()
             future = self._cached = loop.create_future()
@@ -147,19 +147,17 @@ class Answers:
 
     @property
     def have_ended(self) -> bool:
-        """A rollout that swallows its error or its cancellation and tries again must not keep the event loop busy. A
-        task that it has left behind must not ask for what nobody keeps.
+        """A rollout that swallows its error or its cancellation must not keep the event loop busy, and a task that it
+        has left behind must not send requests.
         """
         return self.failure is not None or self._rank.has_ended or self._rank.shutdown.aborted
 
     def request_started(self) -> None:
-        """A request of the document starts to wait for the server."""
         self._pending += 1
         if self._pending == 1:
             self._rank.drain.request_started()
 
     def request_finished(self) -> None:
-        """A request of the document has its answer or its error."""
         self._pending -= 1
         if not self._pending:
             self._rank.drain.request_finished()
@@ -173,8 +171,8 @@ class Requests:
     """The ``generate`` callback of one rollout. See ``rollouts.Generate``.
 
     Args:
-        model: that is asked; None: the first one.
-        of: whose requests these are, too: counters and occurrences are those of the rollout.
+        model: None: the first one.
+        of: holds the rollout's counters and occurrences; None: this object does.
     """
 
     def __init__(
@@ -189,10 +187,9 @@ class Requests:
         self.last_payload: Payload = {}
         self.failed = 0
         self.tokens: list[int] = []
-        """Prompt and completion tokens of each answer in turn."""
+        """Prompt and completion tokens of each answer."""
         self.cut_off = self.empty = 0
-        """Of these answers, those that ended at max_tokens, and those without a text, or with a vector of zeros. One of
-        several choices counts if one of them does."""
+        """Answers that ended at max_tokens, and answers without a text, or with a vector of zeros."""
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
@@ -203,16 +200,16 @@ class Requests:
         self._occurrences: dict[str, int] = {} if of is None else of._occurrences
 
     def __getattr__(self, name: str) -> Requests:
-        """``generate.judge``: the same for another model."""
+        """``generate.judge``: sends to the model of this name."""
         model = None if name.startswith("_") else self._rank.models.get(name)
         if model is None:
             named = ", ".join(filter(None, self._rank.models)) or 'none: config={"judge": ...} names models'
             raise AttributeError(f"generate has no {name!r}, and the models of this run are {named}")
-        # Not kept: the two would refer to each other, and only the garbage collector could free them.
+        # Not kept: only the garbage collector could free a reference cycle.
         return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
 
     def __call__(self, payload: Payload, *, path: str | None = None) -> Asked[Result]:
-        """Checks what no later request of the rollout would do right, as long as the caller is known."""
+        """Checks the arguments before any await, while the caller is known."""
         wrong = ""
         way = self._usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
@@ -248,7 +245,7 @@ class Requests:
         config = self._config
         generates = way in _GENERATING
         own = self._of or self
-        # In the order that datatrove sends: engines answer in that of a schema, reasons before conclusions.
+        # The order in which datatrove sends: engines answer in the order of a schema.
         payload = {**payload, "model": config.model_name_or_path}
         if generates:
             for name, value in config.default_generation_params.items():
@@ -268,7 +265,7 @@ class Requests:
             slot = self._answers.slot
             sent["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(sent, way))
-        # Before any await: the rollout may change a list in its payload while it waits for the answer.
+        # Before any await: the rollout may change its payload while it waits.
         body = _body(sent)
         own.last_hash = key.payload_hash
         own.last_payload = payload
@@ -297,13 +294,12 @@ class Requests:
         return result
 
     def count_finished(self, result: object) -> None:
-        """Counts a result of an old output, if it is an answer: like one of the request cache, it was not sent."""
+        """Counts an answer of an old output like an answer of the request cache."""
         if isinstance(result, Result):
             self._rank.observer.own.cached += 1
             self._count(result, self._usual)
 
     def _count(self, result: Result, way: Way) -> None:
-        """Counts an answer: its tokens, and how it ended."""
         usage = result.usage or {}
         if result.choices:
             is_cut_off = any(one["finish_reason"] == "length" for one in result.choices)
@@ -337,22 +333,19 @@ class Requests:
                     completion = await client.complete(body, way, request)
             finally:
                 self._answers.request_finished()
-        except RequestRejected as error:
-            self._rank.observer.own.failed += 1
-            if self._keep(key, Answer(None, f"{error.status} {error.body}")):
-                await rank.wait_for_storage()
-            raise
-        except RequestPoisoned as error:
-            self._rank.observer.own.failed += 1
-            raise _failed(named(error, model.config.name), payload) from error
-        except (RequestFailed, ServerError, TooManyOpenFiles) as error:
-            self._rank.observer.own.failed += 1
+        except (RequestError, ServerError, TooManyOpenFiles) as error:
+            rank.observer.own.failed += 1
+            if isinstance(error, RequestRejected):
+                if self._keep(key, Answer(None, f"{error.status} {error.body}")):
+                    await rank.wait_for_storage()
+                raise
+            if isinstance(error, RequestPoisoned):
+                raise _failed(named(error, model.config.name), payload) from error
             model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
-            named(error, model.config.name)
-            self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
-            if not isinstance(error, RequestFailed):
-                raise RolloutServerError(error) from error
-            raise _failed(error, payload) from error
+            stopped = self._stopped(error)
+            if isinstance(error, RequestFailed):
+                raise _failed(error, payload) from error
+            raise stopped from error
         usage = completion.usage
         tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         rank.observer.answers.append((completion.seconds, *tokens))
@@ -366,9 +359,7 @@ class Requests:
         return _result(fields, response_id, name)
 
     def _digest(self, payload: Payload, way: Way) -> str:
-        """The same for equal payloads of one way and model. Those of the usual way have the hash of the payload alone.
-        Of several models, each has its name in the hash, so their order does not matter.
-        """
+        """Hashes payload, way and model. The usual way, and the only model, add nothing to the payload's hash."""
         if way.name != self._usual.name:
             payload = {**payload, _WAY: way.name}
         if way.extras and way.extras["extra_query"]:
@@ -376,7 +367,7 @@ class Requests:
         return _digest({**payload, _MODEL: self._config.name} if self._config.name else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
-        """Stops the rank. The answer is kept by now, so each further attempt ends here, too."""
+        """Stops the rank. The answer is kept, so each further attempt ends here, too."""
         client = self._model.client
         believed = client.result().stats.without_reason if client.done() else 0
         error = ServerRefused(
@@ -389,7 +380,7 @@ class Requests:
         return self._stopped(error)
 
     def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
-        """Stops the rank at a vector of another length than the first one's, or at other classes, before it is kept."""
+        """Stops the rank, before the answer is kept, if its size differs from the first answer's."""
         if way.name not in _MEASURED:
             return
         field, found, before = _MEASURED[way.name]
@@ -411,14 +402,14 @@ class Requests:
             )
             raise self._stopped(error)
 
-    def _stopped(self, error: ServerRefused) -> RolloutServerError:
-        """Stops the rank."""
+    def _stopped(self, error: CkptError) -> RolloutServerError:
+        """Stops the rank. Returns what its rollout sees."""
         named(error, self._model.config.name)
         self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
         return RolloutServerError(error)
 
     def _keep(self, key: AnswerKey, answer: Answer) -> bool:
-        """Queues an answer. True: its request must wait for the storage. kill -9 would lose one that waits before."""
+        """Queues an answer. Returns whether its request must wait for the storage thread."""
         rank = self._rank
         answers = self._answers
         _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
@@ -426,9 +417,8 @@ class Requests:
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     #
-    # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``). So cache, retries,
-    # counters and errors are those of any request: what is here makes payloads of arguments, and values of answers. The
-    # methods are no coroutine functions: arguments that can't be right stop the rank when it is still known who called.
+    # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``). They are no coroutine
+    # functions: wrong arguments stop the rank while the caller is known.
 
     def embed(self, texts: str | Sequence[str], /, **params: object) -> Asked[Floats]:
         if isinstance(texts, str):
@@ -455,7 +445,7 @@ class Requests:
         if isinstance(texts, str):
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
         asked = [self._ask("embed", (text,), params) for text in texts]
-        # All of them, also if one fails: the request cache has the others when the document is retried.
+        # All of them: if one fails, the request cache has the others when the document is retried.
         answers = await asyncio.gather(*asked, return_exceptions=True)
         vectors = []
         for answer in answers:
@@ -493,14 +483,14 @@ class Requests:
     async def _ask(
         self, name: str, values: tuple[object, ...], params: Mapping[str, object], count: int = 1
     ) -> JsonObject:
-        """What ``typed_answers`` keeps of the answer. ``count``: see ``typed_way``."""
+        """Returns what ``typed_answers`` keeps of the answer. ``count``: see ``typed_way``."""
         to = self._config.engine.ways[name]
         result = await self._answered(to.payload(values, params), typed_way(name, to.path, count))
         assert result.answer is not None
         return result.answer
 
     def _wrong(self, name: str, text: object = "", texts: object = ()) -> str:
-        """Why no such request can be right; "" if it can."""
+        """Returns why the arguments are wrong; "" if they are right."""
         engine = self._config.engine
         if lacks := engine.lacks(name):
             return lacks
@@ -515,8 +505,7 @@ class Requests:
 def summarize(
     ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int = 0
 ) -> Finished:
-    """A finished document with what it took. ``kept``: number of rollouts with a result."""
-    # One that was cancelled with its rollout counts for nothing: it may never have been sent.
+    """Returns a finished document with what it took. ``kept``: number of rollouts with a result."""
     tokens: list[int] = []
     counts = []
     failed = cut_off = empty = 0
@@ -536,7 +525,7 @@ def summarize(
 
 
 def _hand_over(rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
-    """A failure of the storage thread stops the rank. It passes through the rollout, and is not the rollout's."""
+    """Calls the storage thread. Its failure stops the rank, and passes through the rollout."""
     try:
         call(*arguments)
     except BaseException as error:
@@ -549,7 +538,7 @@ def _is_empty(text: str | list[object], reason: str | None) -> bool:
 
 
 def _digest(payload: Payload) -> str:
-    """The same for equal payloads, whatever the order of their keys.
+    """Hashes a payload, whatever the order of its keys.
 
     Raises:
         ConfigError: JSON cannot express the payload.
@@ -577,14 +566,14 @@ def _body(payload: Payload) -> AnyBody:
 
 
 def _failed(error: Exception, payload: Payload) -> InferenceError:
-    """datatrove's error. Its text, which ends in logs and dead letters, shows the payload without its secrets."""
+    """Returns datatrove's error. Its text, which ends in logs and dead letters, has no secrets of the payload."""
     failed = InferenceError(None, error, payload=shown("payload", payload))
     failed.payload = payload
     return failed
 
 
 def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
-    """The cached answer; None if it must be requested again.
+    """Returns the cached answer; None if it must be requested again.
 
     Raises:
         RequestRejected: the cached answer is a rejection.
@@ -602,7 +591,7 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
-    """What is kept of an answer: JSON values. Its fields depend on what the payload asks for, before on what came: so
+    """Returns what is kept of an answer. Its fields depend on what the payload asks for, not only on what came: so
     tables have the same columns whenever the first tool call comes.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
@@ -629,13 +618,13 @@ def _result(fields: JsonObject, response_id: str, model: str) -> Result:
 def request_seed(seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int) -> int:
     """Returns the ``seed`` of a request, in the range that vLLM, SGLang, llama.cpp and OpenAI all take: 0 to 2**31 - 1.
 
-    Engines that honour seeds then sample the same when a request is sent again, after a kill or a server's death. One
-    seed for all would not do: two rollouts of a document, or two equal calls of one, would be one sample.
+    Engines that honour seeds then sample the same when a request is sent again. With one seed for all, two rollouts of
+    a document would be one sample.
 
     Args:
-        seed: the run's, ``InferenceConfig.seed``.
-        ordinal, doc_id: the document. Ids may repeat in an input, on purpose: the ordinal tells them apart.
-        digest: the payload's, without a seed. The n-th call would depend on the order of parallel calls.
+        seed: ``InferenceConfig.seed``.
+        ordinal: tells apart documents whose ids repeat.
+        digest: the payload's, without a seed. The number of the call would depend on the order of parallel calls.
         occurrence: counts equal payloads within one rollout, from 0.
     """
     request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
@@ -644,16 +633,14 @@ def request_seed(seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest:
 
 # The drain of an early stop -------------------------------------------------------------------------------------------
 #
-# It decides when no more document can finish. During a drain no new request is sent. A document that needs another
-# request cannot finish now; its answers so far are kept. The drain is over when no request is in flight and every
-# document in work waits for one that is not sent. If a rollout does something else then (computes, sleeps, calls
-# another service), it has ``_GRACE_SECONDS`` more.
+# During a drain no new request is sent. The drain is over when no request is in flight, and every document waits for a
+# request that is not sent. A rollout that does something else then (computes, sleeps) has ``_GRACE_SECONDS`` more.
 
 _GRACE_SECONDS = 2.0
 
 
 class Drain:
-    """Counts how many of the documents in work wait for an answer."""
+    """Counts the documents that wait for an answer."""
 
     def __init__(self, documents: Sized) -> None:
         self._documents = documents
@@ -664,17 +651,15 @@ class Drain:
         self._grace_started = False
 
     def request_started(self) -> None:
-        """A document has started to wait for answers, for one or for several at once."""
         self._waiting += 1
         if self._active:
             self.check_soon()
 
     def request_finished(self) -> None:
-        """A document has stopped waiting: its rollouts have all answers that they have requested."""
         self._waiting -= 1
 
     async def until_over(self, models: Sequence[Model]) -> None:
-        """Returns when no more document can finish, now that the rank stops. ``models``: whose servers run."""
+        """Returns when no more document can finish. ``models``: whose servers run."""
         self._active = True
         self._models = models
         for model in models:
@@ -683,9 +668,8 @@ class Drain:
         await self._over.wait()
 
     def check_soon(self) -> None:
-        """A document has ended, or waits, or a request is no longer in flight."""
         if self._active:
-            # Not at once: a request whose last attempt has just ended still has to pass its answer to the rollout.
+            # A request whose last attempt has just ended still has to pass its answer to the rollout.
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:

@@ -1,6 +1,6 @@
 """Null checkpoint: writes finished documents straight to the user's writer, and keeps nothing for a resume.
 
-It has the methods of ``OpenCheckpoint``, so that who uses a checkpoint need not know whether there is one.
+It has the methods of ``OpenCheckpoint``, so a caller need not know whether there is a checkpoint.
 """
 
 from __future__ import annotations

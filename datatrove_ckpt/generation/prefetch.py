@@ -1,13 +1,11 @@
 """Reads a rank's documents in a thread, ahead of the event loop, and passes them on in batches.
 
-Readers block: on a disk, on S3, on gzip. So they run in a separate thread. But one switch to a thread and back costs
-more than reading a document (measured: 90 % of datatrove's resume time). So the thread fills a small buffer, and the
-event loop takes the whole buffer when it is woken: one switch for many documents, and no document waits for others.
+A switch to a thread costs more than reading a document (90 % of datatrove's resume time). So the thread fills a small
+buffer, which the event loop takes whole.
 
 A resume may seek to a document's position only if all documents before it came earlier, and all later ones come later.
-Filters that drop documents keep this order; a step that reorders or splits documents does not. So a position is used
-only after the next document has come with a later one. If documents come out of order, a resume counts this run's
-documents instead, as with a reader that has no positions.
+A step that reorders or splits documents breaks this order. So a position is used only after the next document has come
+with a later one. If documents come out of order, a resume counts documents instead.
 """
 
 from __future__ import annotations
@@ -46,11 +44,8 @@ from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.readers.step_records import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
 
-# Which steps before the runner may keep something from one document to the next, so that a resume must count.
-#
-# After a resume that seeks, a step sees only the remaining documents: one that counts, samples, removes duplicates or
-# writes what it excludes would then give another result. Of a user's function or class nobody can know, so only the
-# steps listed here are trusted. They were read: each looks at one document at a time.
+# After a resume that seeks, a step sees only the remaining documents: a step that counts, samples or removes duplicates
+# would give another result. Each of the steps listed here looks at one document at a time.
 
 
 _READERS = (HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
@@ -78,10 +73,7 @@ _STATELESS = frozenset(
 
 
 def stateful_steps(documents: Iterable[Document]) -> list[str]:
-    """The steps that may keep state, for a log line; the last one of the pipeline first.
-
-    Empty if none may, or if no reader here can seek anyway.
-    """
+    """Returns the names of the steps that may keep state, the last step first; none if no reader can seek anyway."""
     steps: list[str] = []
     readers: list[BaseReader] = []
     last = type(documents).__name__
@@ -117,8 +109,8 @@ def _is_stateless(step: object) -> bool:
 
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
-_LARGE = 2**16  # bytes of a document whose text and media are kept once, and not again in its bytes as it was read
-# How long a document waits for the next one, which tells whether a resume may start after it.
+_LARGE = 2**16  # bytes of a document whose text and media are kept once
+# How long a document waits for the next one, which shows whether a resume may start after it.
 _HOLD_SECONDS = 0.5
 
 
@@ -126,11 +118,11 @@ class SourceDocument:
     """A document, with its fingerprint as it was read.
 
     Attributes:
-        id: the document's id as it was read, as text that can be printed and stored. A rollout may change the document.
-        size: about how many bytes the document takes.
+        id: as it was read, and printable. A rollout may change the document.
+        size: of the document, in bytes, roughly.
         resumable: a resume may start after this document.
-        stats: the stats of the steps before the runner right after this document, if it is the last one of its chunk.
-        finished: the document's metadata with its results, if an old output has them.
+        stats: of the steps before the runner, right after the last document of a chunk.
+        finished: the metadata with results, if an old output has them.
     """
 
     __slots__ = ("_as_read", "_documents", "document", "fingerprint", "finished", "id", "resumable", "size", "stats")
@@ -151,13 +143,13 @@ class SourceDocument:
 
     @property
     def as_read(self) -> bytes | None:
-        """The document's bytes before any rollout saw it. Kept only if a dead letter may need them, else None."""
+        """The document's bytes before any rollout saw it; None if no dead letter needs them."""
         if isinstance(self._as_read, Document):
             return as_read(self._as_read).data
         return self._as_read
 
     def position(self) -> State | None:
-        """The reader's state right after this document, to be saved; None if a resume cannot start there."""
+        """Returns the reader's state right after this document; None if a resume cannot start there."""
         if self.resumable:
             return self._documents.save(self.document, self.stats)
         return None
@@ -167,13 +159,11 @@ class DocumentSource:
     """Reads ahead by at most ``_BUFFER_DOCUMENTS`` documents.
 
     Args:
-        documents: from datatrove's generator.
         keep_as_read: keep the bytes of each document for a dead letter.
         seek: whether a resume may seek; None: if no step may keep state (see ``stateful_steps``).
         pipeline: the steps before the runner, as the executor has them; None if that is not known.
         revisions: the commits of datasets that the job reads; None without a checkpoint.
-        records_per_chunk: documents of a chunk.
-        finished: where documents are looked up that need no request.
+        finished: finds documents that need no request.
     """
 
     def __init__(
@@ -211,18 +201,18 @@ class DocumentSource:
         self._error: BaseException | None = None
         self._shard: ShardRecord | None = None
         self.handed_over = 0
-        """Documents that ``batches`` gave."""
+        """Number of documents."""
         self._newest: Position | None = None
         self._length = len(documents) if isinstance(documents, Sized) else None
         self._first = 0
 
     @property
     def skipped(self) -> SkippedLines:
-        """Lines and rows that were no documents, as far as the readers count them; in all attempts."""
+        """Lines and rows that were no documents, in all attempts."""
         return self._reading.skipped
 
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
-        """Every document that is not done, in order. Seeks to the first of them, or reads and skips those before it.
+        """Yields the documents that are not done, in order. Skips the others by seeking or reading.
 
         Raises:
             CheckpointMismatch: the input is shorter than it was, or another one.
@@ -231,8 +221,7 @@ class DocumentSource:
         self._first = point.next_ordinal
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        # A daemon, because a blocked reader must not keep a failed process running.
-        # In the rank's context, so that its lines are in the rank's log.
+        # A daemon: a blocked reader must not keep a failed process running. In the rank's context, for its log.
         work = copy_context().run
         threading.Thread(target=work, args=(self._run, point), name="datatrove-ckpt reader", daemon=True).start()
         ended = False
@@ -271,11 +260,10 @@ class DocumentSource:
 
     @property
     def is_at_end(self) -> bool:
-        """Everything was read and handed over."""
         return self._ended and self._error is None and not self._buffer
 
     def reached(self) -> Reached:
-        """How much of the input lies before the end of the last document that was handed over."""
+        """Returns how much of the input lies before the end of the last document that was handed over."""
         if self._length is not None:
             return Reached(self._first + self.handed_over, self._length, "rows")
         if self._newest is None or self._readers.count != 1:
@@ -283,14 +271,11 @@ class DocumentSource:
         return self._newest[2].reached(self._newest)
 
     def shard(self) -> State:
-        """For ``shard.json``: what was read, as far as that is known, and what the steps before the runner counted.
-
-        Once the input has ended.
-        """
+        """Returns the content of ``shard.json``: what was read, and the stats of the steps before the runner."""
         return (self._shard.to_json() if self._shard else {}) | self._stats.at_end(self._read)
 
     def add_earlier_stats(self) -> None:
-        """Lets the stats of the steps before the runner be those of all attempts. Once the input has ended."""
+        """Adds the stats of earlier attempts to those of the steps before the runner."""
         self._stats.finish(self._read)
 
     def close(self) -> None:
@@ -387,7 +372,7 @@ class DocumentSource:
                 "A step between the reader and InferenceRunner reorders documents, or makes several of one: a "
                 "resume will count documents from the start instead of seeking."
             )
-        # The first two numbers of a position say when it was read. A document without one may have come at any time.
+        # The first two numbers of a position say when it was read.
         if self._saved is not None and (position is None or position[:2] <= self._saved):
             raise ConfigError(
                 "A step between the reader and InferenceRunner reorders documents, or makes several of one, so a "
@@ -396,7 +381,7 @@ class DocumentSource:
             )
 
     def save(self, document: Document, stats: State | None = None) -> State | None:
-        """The state to save after a resumable document. Called on the storage thread."""
+        """Returns the state after a resumable document. Called on the storage thread."""
         position = position_of(document)
         with self._lock:
             if position is None or not (self._may_seek and self._in_order):
@@ -442,12 +427,12 @@ class DocumentSource:
                     f"The input ended after {ordinal} documents, but {point.next_ordinal} were done before: it has "
                     "shrunk, or limit of the reader was lowered. Restore it, or start with ",
                     StartOver(),
-                    ".",
+                    f"{written.old_results}.",
                 )
             if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(as_read(document).data):
                 raise CheckpointMismatch(
                     f"Document {ordinal} of this rank, {safe_repr(document.id)}, is not the one that was done there "
                     "before: the input, or a step before this one, has changed. Restore it, or start with ",
                     StartOver(),
-                    ".",
+                    f"{written.old_results}.",
                 )

@@ -1,10 +1,8 @@
 """A rank's numbers: its history is kept with them, and the screen of its command shows them (``process/screen.py``).
 
-The history gets a line each minute, what happens to servers, and how the attempt ends; the first line comes after ten
-seconds, and one more when servers have given no answer for half a minute, or give answers again. The counters are plain
-numbers on the event loop, so a line costs what one answer costs. The storage thread adds what it alone knows, and
-writes the line: see ``checkpoint/history_records.py``. The numbers of all attempts come from the checkpoint, see
-``final_stats``.
+The history gets a line after ten seconds and each minute, when servers stop and start to answer, what happens to
+servers, and how the attempt ends. The storage thread adds what it alone knows, and writes the line: see
+``checkpoint/history_records.py``. The numbers of all attempts come from the checkpoint: see ``final_stats``.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from datatrove_ckpt.process.screen import READING, WAITING, RankProgress, Report
 from datatrove_ckpt.process.shutdown import Shutdown
 
 MINUTE_SECONDS = 60.0
-_FIRST_SECONDS = 10.0  # somebody looks whether the run has begun well
+_FIRST_SECONDS = 10.0  # users look whether the run has begun well
 _SPREAD_EVERY = 10
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
@@ -54,7 +52,7 @@ _SHOWN_ID = 200  # characters of a document's id
 
 
 class Newest:
-    """When a count was last seen to change. To look once a second costs nothing per answer."""
+    """When a count was last seen to change. A look once a second costs nothing per answer."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
@@ -74,13 +72,9 @@ class Newest:
 class ModelObserver:
     """Observes the servers of a model for a rank.
 
-    Args:
-        on_serving: called when they are ready.
-
     Attributes:
-        client: None until they are.
+        client: None until the servers are ready.
         early: requests that wait for that.
-        newest: of its answers.
     """
 
     def __init__(self, on_serving: Callable[[], None]) -> None:
@@ -91,11 +85,11 @@ class ModelObserver:
         self._outages: list[Outage] = []
 
     def waits(self, outage: Outage) -> None:
-        """The outage clock of the model, whose servers are waited for."""
+        """Takes the outage clock of a model whose servers are not ready."""
         self._outages.append(outage)
 
     async def until(self, client: asyncio.Future[CompletionClient]) -> CompletionClient:
-        """Returns once the model's servers are ready, for which a request waits."""
+        """Waits until the model's servers are ready."""
         self.early += 1
         try:
             return await asyncio.shield(client)
@@ -103,7 +97,6 @@ class ModelObserver:
             self.early -= 1
 
     def serving(self, client: CompletionClient) -> None:
-        """Requests to the model go through this client from now on."""
         self.client = client
         self.newest = Newest()
         self._outages.append(client.outage)
@@ -111,35 +104,30 @@ class ModelObserver:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether servers have a request of the rank, or will have it again."""
         return self.client is not None and self.client.stats.in_flight + self.client.stats.pausing > 0
 
     def silences(self) -> Iterator[Silence]:
-        """Of the servers, and of those that are waited for."""
         for one in self._outages:
             yield Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
 
 
 class RankReporter:
-    """One rank's progress in this attempt. The rank's ``Scheduler`` tells it what happens.
+    """One rank's progress in this attempt.
 
     ``progress``, ``spread`` and ``last_records`` may be called in any thread.
 
     Args:
-        checkpoint: its clock is told when the servers are ready. It writes what is noted here, and calls
-            ``last_records`` when it is closed.
+        checkpoint: writes the history, and calls ``last_records`` when it is closed.
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did. The scheduler counts documents, and requests count those that fail, and those that
-            the cache answers. Answers of servers are summed up once a second.
-        answers: seconds, prompt and completion tokens of those that are not summed up yet.
-        position: how much of the input is done.
+        own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and cached answers.
+            Answers of servers are summed up once a second.
+        answers: seconds, prompt and completion tokens of the answers that are not summed up yet.
     """
 
     def __init__(self, rank: int, checkpoint: Checkpoint, shutdown: Shutdown, interval: float) -> None:
         self.own = WorkCounts()
-        self.position: Callable[[], InputPosition] = InputPosition
         self._rank = rank
         self._checkpoint = checkpoint
         self._shutdown = shutdown
@@ -151,13 +139,12 @@ class RankReporter:
         self._source: DocumentSource | None = None
         self.answers: deque[tuple[float, int, int]] = deque()
         self._spread = Spread()
-        self._lock = threading.Lock()  # of whoever sums up the answers: metrics are read in other threads
+        self._lock = threading.Lock()  # metrics are read in other threads
         checkpoint.last_records = self.last_records
 
     # what happens ------------------------------------------------------------------------------------------------
 
     def of(self, config: InferenceConfig) -> ModelObserver:
-        """The observer of a model's servers."""
         return self._models.setdefault(config.name, ModelObserver(self._serving))
 
     def _serving(self) -> None:
@@ -166,15 +153,14 @@ class RankReporter:
 
     @property
     def clients(self) -> list[CompletionClient]:
-        """Of the models whose servers are ready."""
         return [model.client for model in self._models.values() if model.client is not None]
 
     def silence(self) -> Silence:
-        """Of the model that has given no answer for the longest time."""
+        """Returns the longest silence of a model."""
         return max((found for model in self._models.values() for found in model.silences()), default=Silence())
 
     def _sum_up(self) -> None:
-        """Counts the new answers. Many at once, because most values occur often: so each answer costs little."""
+        """Counts the new answers, equal values at once: so each answer costs little."""
         with self._lock:
             milliseconds = Counter[int]()
             prompt = Counter[int]()
@@ -190,15 +176,18 @@ class RankReporter:
             self._spread.milliseconds.count_all(milliseconds)
 
     def reading(self, source: DocumentSource) -> None:
-        """The documents come from there: from now on it is known how much of the input is done."""
         self._source = source
+
+    def position(self) -> InputPosition:
+        """Returns how much of the input is done."""
+        if self._source is None:
+            return InputPosition()
         first = self._checkpoint.resumed.next_ordinal
-        self.position = lambda: input_position(source, first, self._before + self.own.documents)
+        return input_position(self._source, first, self._before + self.own.documents)
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
-        """Something happened to a server: see ``ServerEvent``."""
         if what == "restart":
-            # All ranks that share the server are told, and their numbers are added: so only the first one counts it.
+            # All ranks that share the server are called, and their numbers are added: only the first one counts it.
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
         event = ServerEvent(what=cast("ServerWhat", what), name=name, url=url and redact(url), why=redact(why))
@@ -206,7 +195,6 @@ class RankReporter:
 
     @property
     def skipped(self) -> SkippedLines:
-        """Lines and rows of the input that were no documents, as far as it was read, in all attempts."""
         if self._source is None:
             return SkippedLines()
         return self._source.skipped
@@ -240,7 +228,6 @@ class RankReporter:
                 model.newest.look(model.client.stats.answers)
 
     def now(self) -> RankProgress:
-        """Where the rank stands."""
         self._sum_up()
         position = self.position()
         return RankProgress(
@@ -254,7 +241,7 @@ class RankReporter:
         )
 
     def _state(self) -> tuple[str, float, bool]:
-        """See ``RankProgress``: what the rank does, for how long, and whether that is an outage."""
+        """Returns what the rank does, for how long, and whether that is an outage. See ``RankProgress``."""
         if self._shutdown.is_stopping:
             return "stopping", 0.0, False
         silence = self.silence()
@@ -275,7 +262,6 @@ class RankReporter:
     # the history -------------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        """Notes a line after ten seconds and each minute, until it is cancelled."""
         first = min(_FIRST_SECONDS, MINUTE_SECONDS)
         for number in count():
             await asyncio.sleep(MINUTE_SECONDS if number else first)
@@ -284,7 +270,7 @@ class RankReporter:
                 self._checkpoint.note(self.spread())
 
     def progress(self) -> history_records.Progress:
-        """Where the attempt stands. The checkpoint fills in the rest."""
+        """Returns where the attempt stands. The checkpoint fills in the rest."""
         self._sum_up()
         errors = Counter[str]()
         found = history_records.Progress(own=replace(self.own, errors=errors), position=self.position())
@@ -312,13 +298,13 @@ class RankReporter:
         return Wait(quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started)
 
     def spread(self) -> Spread:
-        """The histograms now: a copy, because other threads read it later."""
+        """Returns a copy of the histograms, because other threads read it later."""
         self._sum_up()
         with self._lock:
             return copy.deepcopy(self._spread)
 
     def last_records(self, completed: bool) -> Sequence[Record]:
-        """The end of the attempt. Called where it ends, in whichever thread, before its error is handled."""
+        """Returns the end of the attempt. Called before the attempt's error is handled."""
         return [self.progress(), self.spread(), self._end(completed)]
 
     def _end(self, completed: bool) -> End:
@@ -331,7 +317,7 @@ class RankReporter:
 
 @contextmanager
 def _screen(interval: float) -> Iterator[Report]:
-    """Where a rank reports: the screen of its command, with lines in the task's log file, or a screen of its own."""
+    """Yields the screen of the command, with lines in the task's log file, or a screen of the rank's own."""
     shown = reporter()
     if shown is None:
         with Screen(RunProgress(), interval) as screen:
@@ -347,7 +333,7 @@ def _screen(interval: float) -> Iterator[Report]:
 
 
 def _described(error: BaseException | None) -> str:
-    """The text of an error that is not ours may hold anything, also a secret: it is in the log only."""
+    """Describes an error. The text of an error that is not ours may hold a secret: it is in the log only."""
     if error is None:
         return ""
     name = type(error).__name__
@@ -358,22 +344,19 @@ def _described(error: BaseException | None) -> str:
 
 # input progress -------------------------------------------------------------------------------------------------------
 
-# How much of a rank's input is done, for percent and time left.
-#
-# A reader is ahead of the rank: it knows the place of the last document that it handed over, and some of the documents
-# before that are still in work, others were finished by an attempt before. So we take the documents to be equal:
+# A reader is ahead of the rank, so documents are taken to be equal:
 #
 #     done = what lies before the last document handed over * documents finished / documents up to that one
 #
-# which is exact before the first and after the last document, and grows all the time.
+# This is exact before the first and after the last document, and grows all the time.
 
 
 def input_position(source: DocumentSource, first: int, finished: int) -> InputPosition:
-    """How much of the input is done.
+    """Returns how much of the input is done.
 
     Args:
-        source: hands over the documents from number ``first`` on, counted from 0.
-        finished: documents that are finished, over all attempts.
+        first: number of the first document that ``source`` hands over, from 0.
+        finished: documents, over all attempts.
     """
     reached = source.reached()
     if reached.unit is None:
@@ -381,7 +364,7 @@ def input_position(source: DocumentSource, first: int, finished: int) -> InputPo
     known = first + source.handed_over
     done = reached.done
     if source.is_at_end and reached.total is not None:
-        done = reached.total  # lines after the last document are none
+        done = reached.total
     done = round(done * finished / max(known, 1))
     if reached.total is not None:
         done = min(done, reached.total)

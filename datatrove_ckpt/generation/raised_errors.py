@@ -1,11 +1,10 @@
 """The errors of a rank that ends, as scripts for datatrove's runner expect them.
 
-Such a script catches datatrove's ``InferenceError`` when a document fails, and its ``ServerError`` when the server
-does. ``errors.py`` imports nothing of datatrove, and so cannot inherit from them. These subclasses have the same names,
-and inherit from both sides.
+Such a script catches datatrove's ``InferenceError`` and ``ServerError``. ``errors`` imports nothing of datatrove, so
+these subclasses inherit from both sides.
 
-Pickled, which sends it to another process, an error keeps its message and the text of ``error``; document and payload
-stay behind, because not every document can be pickled, and a payload may hold a secret.
+A pickled error keeps its message and the text of ``error``; document and payload stay behind, because not every
+document can be pickled, and a payload may hold a secret.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType, TracebackType
-from typing import Any
 
 from datatrove.data import Document
 from datatrove.pipeline.inference import types
 
 import datatrove_ckpt
 from datatrove_ckpt import errors
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import causes, printable
 from datatrove_ckpt.process.task_errors import safe_log
@@ -45,14 +44,14 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
         message: str | Sequence[object],
         document: Document | None = None,
         error: str | BaseException = "",
-        payload: dict[str, Any] | None = None,
+        payload: JsonObject | None = None,
     ) -> None:
         Exception.__init__(self, *([message] if isinstance(message, str) else message))
         self.document = document
         self.error = error
         self.payload = payload
 
-    def __reduce__(self) -> tuple[type[DocumentFailed], tuple[Sequence[object], None, str], dict[str, Any]]:
+    def __reduce__(self) -> tuple[type[DocumentFailed], tuple[Sequence[object], None, str], dict[str, object]]:
         return type(self), (self.args, None, str(self.error)), {"__notes__": list(getattr(self, "__notes__", ()))}
 
 
@@ -88,8 +87,8 @@ _RAISED: dict[type, type[_OfServer]] = {
 
 
 class raised_for_scripts:
-    """Around a rank: raises the subclass of each error that has one here. Tracebacks of our errors show the user's
-    frames only: executors and Python print them after the message, with everything that was in a variable.
+    """Raises the subclass of each error that has one here. Tracebacks of our errors show the user's frames only:
+    executors and Python print them after the message, with everything that was in a variable.
     """
 
     def __enter__(self) -> None:
@@ -100,7 +99,7 @@ class raised_for_scripts:
     ) -> None:
         if not isinstance(error, errors.CkptError):
             return
-        for cause in causes(error):  # what a script does not catch, Python prints
+        for cause in causes(error):
             if cause is error:
                 cause.__traceback__ = None
             else:
@@ -111,7 +110,7 @@ class raised_for_scripts:
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first failure: the others followed from it."""
+    """Returns the first failure: the others followed from it."""
     error = group.exceptions[0]
     if isinstance(error, BaseExceptionGroup):
         return first_of(error)
@@ -120,17 +119,15 @@ def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 # Frames of the user ---------------------------------------------------------------------------------------------------
 #
-# Where a rollout has raised, and tracebacks without our own frames. These tell a user nothing: what an error of ours
-# means is in its message.
 
 _PACKAGE = str(Path(datatrove_ckpt.__file__).parent)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def raised_at(error: BaseException) -> str:
-    """The place in the user's code as ", in job.py, line 9 (rollout)"; "" if our own code raised it.
+    """Returns the place in the user's code as ", in job.py, line 9 (rollout)"; "" if our own code raised the error.
 
-    In a library that the user's code called, it is the call.
+    For an error of a library, this is the user's call.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -143,9 +140,9 @@ def raised_at(error: BaseException) -> str:
 
 
 def called_at() -> str:
-    """The place in the user's code that has called ours, as ", in job.py, line 9 (rollout)"; "" if a library has."""
+    """Returns the place in the user's code that has called ours, as ``raised_at``; "" if a library has."""
     for frame, line in walk_stack(sys._getframe()):
-        if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
+        if not _is_ours(frame.f_code):
             if frame.f_code.co_filename.startswith(_INSTALLED):
                 return ""
             return _place(frame.f_code, line)
@@ -153,7 +150,7 @@ def called_at() -> str:
 
 
 def _after_ours(trace: TracebackType | None) -> TracebackType | None:
-    """What follows the last of our frames at the beginning; the last one itself if nothing follows."""
+    """Removes our frames at the beginning, but for the last one if nothing follows."""
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code):
         trace = trace.tb_next
     return trace

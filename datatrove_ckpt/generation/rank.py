@@ -1,4 +1,4 @@
-"""What a step does with a rank: connects the other rooms, and closes there what it has made.
+"""Runs one rank: builds its checkpoint, output, source and scheduler, and closes them.
 
 Apart from ``runner.py``, which makes the step: a program that only makes it, or looks at it, needs none of this.
 """
@@ -19,7 +19,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharded
+from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -58,7 +58,6 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import enough_open_files
-from datatrove_ckpt.process.pool_signals import die_with_parent, note_managers
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import steps_before
@@ -87,8 +86,6 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
         preemption.check_time_limit()
         check_output_of_rank(step.output_writer, () if step.retry_dead_letters else data or (), world_size)
-        die_with_parent()
-        note_managers()
         nodes = Nodes.from_environment()
         if nodes.count > 1 and len(models) > 1:
             names = ", ".join(step.models)
@@ -120,7 +117,6 @@ class _Run:
             without = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, self.preemption.shutdown)
             self._process(self.data, rank, without, RankNumbers(rank))
             return
-        refuse_resharded(step.checkpoints_root)
         if step.retry_dead_letters:
             self._retry(rank)
             return
@@ -275,7 +271,7 @@ class _Run:
 
 
 def shared_servers() -> ServerHost | None:
-    """The servers that this rank shares with others of its process."""
+    """Returns the servers that this rank shares with others of its process."""
     host = host_loop()
     if host is not None and isinstance(host.servers, ServerHost):
         return host.servers
@@ -424,7 +420,7 @@ class RankMessages:
 
 
 def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:
-    """What removes the bytes of media from a finished document, whose other fields stay; None: its writer saves them.
+    """Returns what removes the bytes of media from a finished document; None if its writer saves them.
 
     They would be in the journal, 13 MB in JSON for a picture of 10 MB, and then be left out by the writer.
     """
@@ -455,7 +451,7 @@ def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
 
 @contextmanager
 def naming_mirror(step: Step, root: Path) -> Iterator[None]:
-    """Says of a damaged checkpoint in ``root`` how it comes back from the mirror, if there is one that has it."""
+    """Adds to the error for a damaged checkpoint in ``root`` how it comes back from a mirror that has it."""
     try:
         yield
     except CheckpointCorrupt as error:
@@ -474,14 +470,15 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
         raise CheckpointCorrupt(
             *error.args,
             f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
-            f"(mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same command again.",
+            f"while no task runs (mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same "
+            "command again.",
         ) from error
 
 
 def open_mirror(
     step: Step, folder: Path, rank: int, identity: RunIdentity, preemption: Preemption
 ) -> RemoteMirror | None:
-    """What copies a rank's folder from now on; None without a mirror.
+    """Returns what copies a rank's folder from now on; None without a mirror.
 
     Raises:
         CheckpointMismatch: the mirror holds ranks of another run.

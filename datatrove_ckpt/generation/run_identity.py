@@ -5,8 +5,7 @@ change freely. The user's code is described by what its source reaches (see ``co
 ``common/redaction.py``) the hash is kept.
 
 What a pickle holds by value (functions of the script, nested functions, lambdas) is described as it was when the job
-was made: its file may have been edited, moved or deleted since. Of an imported function a pickle holds the name alone,
-so such a function is described as this process has imported it.
+was made. Of an imported function a pickle holds the name alone, so it is described as this process has imported it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import sys
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity, fields_without_secrets
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable
@@ -62,26 +61,26 @@ class CodeIdentity:
     """Version of the description. Pickles of version 3 hold no number."""
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         return {} if self.made is None else self.made.fields
 
 
 _described: dict[tuple[str, str], CodeIdentity] = {}
-"""What this process has found for steps that another one made: a rank that ends may have changed its state."""
+"""What this process has found for steps of other processes: a rank that ends may have changed its state."""
 
 
 def code_identity(
-    rollout_fn: Any,
-    shared_context: Any,
+    rollout_fn: object,
+    shared_context: object,
     when_made: CodeIdentity | None = None,
-    output_writer: Any = None,
+    output_writer: object = None,
     rollout_version: str | None = None,
 ) -> CodeIdentity:
     """Describes the user's code.
 
     Args:
-        when_made: what this gave in the process that made the job, possibly long ago and on another machine. What was
-            pickled by value is described as it was then. None: the job is being made now.
+        when_made: what this gave in the process that made the job: it describes what was pickled by value. None: the
+            job is being made now.
         output_writer: its adapter is code of the user, too.
         rollout_version: stands for all of that.
     """
@@ -115,10 +114,10 @@ def code_identity(
     return identity
 
 
-def code_of(thing: Any) -> dict[str, str]:
-    """A hash of the user's code that begins at a function or class. Nothing if that is of a package or not to be known.
+def code_of(thing: object) -> dict[str, str]:
+    """Hashes the user's code that begins at a function or class. Empty for code of packages.
 
-    Each Python has other bytecode, so its name says which.
+    Bytecode differs between Pythons, so its name says which.
     """
     try:
         fields = {} if _is_of_pipeline(thing) else describe({"step": thing}).fields
@@ -128,8 +127,8 @@ def code_of(thing: Any) -> dict[str, str]:
     return {f"code{python}": digest(repr(sorted(fields.items())))} if fields else {}
 
 
-def _is_away(thing: Any) -> bool:
-    """Whether a pickle brought a function by value into a program that has not loaded its file."""
+def _is_away(thing: object) -> bool:
+    """Returns whether a pickle brought a function by value into a program that has not loaded its file."""
     if isinstance(thing, functools.partial | dict | list | tuple):
         parts = [thing.func, *thing.args, thing.keywords] if isinstance(thing, functools.partial) else thing
         return any(map(_is_away, parts.values() if isinstance(parts, dict) else parts))
@@ -143,27 +142,26 @@ def _is_away(thing: Any) -> bool:
     return not is_here and not is_importable(thing)
 
 
-def _is_of_pipeline(thing: Any) -> bool:
-    """Whether a function or class is datatrove's or ours."""
+def _is_of_pipeline(thing: object) -> bool:
     return str(getattr(thing, "__module__", "")).partition(".")[0] in PIPELINE
 
 
-def _of_writer(writer: Any) -> dict[str, Any]:
+def _of_writer(writer: object) -> dict[str, object]:
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
     found = {} if adapter is None or _is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
     return found if writer is None or _is_of_pipeline(type(writer)) else {**found, "output_writer": type(writer)}
 
 
-def _shown(made: Description, writer: Any) -> Description:
-    """The identity is written to run.json and executor.json, where secrets must not be, nor texts without end."""
+def _shown(made: Description, writer: object) -> Description:
+    """Removes secrets and long texts: the identity is written to run.json and executor.json."""
     fields, own = ({name: _short(value) for name, value in fields_without_secrets(each).items()} for each in made[:3:2])
     if getattr(writer, "expand_metadata", False):
         fields["output_writer.expand_metadata"] = True
     return made._replace(fields=fields, own=own)
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> object:
     text = value if isinstance(value, str) else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     return value if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters, hash {digest(text)}"
 
@@ -176,12 +174,7 @@ def run_identity(
     metadata_key: str,
     world_size: int,
 ) -> RunIdentity:
-    """The identity of a run, as plain JSON values.
-
-    Args:
-        code: see ``code_identity``.
-        models: by their names, in their order.
-    """
+    """Returns the identity of a run, as plain JSON values."""
     output = {
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
@@ -205,14 +198,14 @@ def run_identity(
     return RunIdentity(fields, notes)
 
 
-def answering_flags(engine: Engine, model_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The flags of a server that change its answers, by their names in alphabetical order."""
+def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -> JsonObject:
+    """Returns the flags of a server that change its answers, sorted by name."""
     flags = dashed_names(model_kwargs)
     return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
 
 
-def _fields_of_models(models: Mapping[str, InferenceConfig]) -> dict[str, Any]:
-    """Those of the first model stand as they are, and of the others with their name."""
+def _fields_of_models(models: Mapping[str, InferenceConfig]) -> JsonObject:
+    """Returns the fields of all models; names of models after the first precede theirs."""
     first, *others = models
     fields = _config_fields(models[first])
     if others:
@@ -223,7 +216,7 @@ def _fields_of_models(models: Mapping[str, InferenceConfig]) -> dict[str, Any]:
     return fields
 
 
-def _config_fields(config: InferenceConfig) -> dict[str, Any]:
+def _config_fields(config: InferenceConfig) -> JsonObject:
     flags = answering_flags(config.engine, config.model_kwargs)
     return {
         "model": config.model_name_or_path,
@@ -232,15 +225,14 @@ def _config_fields(config: InferenceConfig) -> dict[str, Any]:
         "default_generation_params": _plain(config.default_generation_params),
         "model_kwargs": {name: _plain(value) for name, value in flags.items()},
         "rollouts_per_document": config.rollouts_per_document,
-        # Left out when it is None: checkpoints of before it was there continue.
+        # Left out when it is None: older checkpoints continue.
         **({} if config.seed is None else {"seed": config.seed}),
-        # Answers that were believed must not become a part of a run that would not believe them, nor the other way.
         **({"accept_null_finish_reason": True} if config.accept_null_finish_reason else {}),
     }
 
 
-def _plain(value: Any) -> Any:
-    """A setting as JSON; of what JSON cannot express, the type."""
+def _plain(value: object) -> object:
+    """Converts a setting to JSON; of what JSON cannot express, the type."""
     try:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
     except TypeError:

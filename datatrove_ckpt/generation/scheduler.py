@@ -1,13 +1,12 @@
 """Runs one rank: documents from the reader go through the rollout function, and the results to the checkpoint.
 
-Everything here runs on one event loop, which never waits on a disk or a reader: documents come in batches from the
-reader's thread, and results go to the storage thread. Three limits hold back new documents: at most
-``max_concurrent_documents`` are in work, the storage thread's queue is bounded, and so is the number of complete chunks
-that wait to be published.
+Everything here runs on one event loop, which never waits on a disk or a reader. Three limits hold back new documents:
+``max_concurrent_documents``, the bounded queue of the storage thread, and the number of complete chunks that wait to be
+published.
 
-A document or a server that fails stops the rank as a signal does, with a drain (``Shutdown.fail``), whatever rollouts
-do with a server's error that they see: ``except Exception: return None`` in a user's code must not turn an outage into
-dropped documents. Where nothing more can be saved, all ends at once (``Shutdown.abort``).
+A document or a server that fails stops the rank with a drain (``Shutdown.fail``), whatever rollouts do with the error:
+``except Exception: return None`` in a user's code must not turn an outage into dropped documents. Where nothing more
+can be saved, all ends at once (``Shutdown.abort``).
 """
 
 from __future__ import annotations
@@ -48,23 +47,17 @@ from datatrove_ckpt.rollouts import Rollout
 
 # How many documents may be in work at once.
 #
-# Under ``max_concurrent_generations: auto`` nobody knows the number beforehand: it follows the requests that may be in
-# flight. That alone is too few for rollouts that do other work between their requests. So whenever a request could be
-# sent, none waits, and no further document may start, one more may: like TCP's slow start, the number doubles in the
-# time of a request, until some requests wait for a place in flight. It is not lowered: documents that wait cost memory
-# only.
-#
-# Documents with pictures of 10 MB cost much of it, so the large ones share a budget of bytes, too.
+# Under ``max_concurrent_generations: auto`` the number follows the requests in flight. Rollouts that do other work
+# between their requests need more. So whenever a request could be sent, none waits, and no further document may
+# start, one more may, as in TCP's slow start. The number is not lowered: documents that wait cost memory only. Large
+# documents share a budget of bytes, too.
 
 
 _SMALL = 1 << 16  # bytes of a document that count for nothing
 
 
 def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
-    """How many documents may be in work at most.
-
-    Of several models, as many as all of them together have room for: those that wait for one hold back no other.
-    """
+    """Returns how many documents may be in work at most: as many as all models together have room for."""
     if config.max_concurrent_documents is not None and (config.limits_documents or not others):
         return config.max_concurrent_documents
     texts = [one.texts_for(requests_at_once(one.max_concurrent_generations, one.servers)) for one in (config, *others)]
@@ -72,7 +65,7 @@ def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
 
 
 class DocumentLimit:
-    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each. On the event loop.
+    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each.
 
     Args:
         media: the budget of bytes of all ranks that share this process.
@@ -92,11 +85,11 @@ class DocumentLimit:
         self._bytes = media
 
     async def acquire(self, size: int) -> None:
-        """Returns when there is room for a document of ``size`` bytes, and takes it."""
+        """Waits for room for a document of ``size`` bytes, and takes it."""
         if size > _SMALL:
             await self._bytes.acquire(size)
         while self._in_work >= self._size:
-            # One wake-up for all that end in one turn of the event loop: a semaphore has one for each.
+            # One wake-up for each turn of the event loop: a semaphore has one for each document.
             self._room = asyncio.get_running_loop().create_future()
             await self._room
         self._room = None
@@ -109,11 +102,7 @@ class DocumentLimit:
         self._wake()
 
     def follow(self, router: Router, sender: Sender) -> None:
-        """Grow with the requests that the router lets through, from now on. Several models have one each.
-
-        Args:
-            sender: the rank.
-        """
+        """Grows with the requests that the router of a model lets through."""
         self._routers.append(router)
         if self._size < self._most:
             sender.on_free = partial(self._grow, router)
@@ -134,7 +123,7 @@ class DocumentLimit:
 
 Served = tuple[CompletionClient, Callable[[], Awaitable[None]]]
 Connect = Callable[[InferenceConfig], AbstractAsyncContextManager[Served]]
-"""Starts a model's servers; gives a client, and a coroutine function that raises when they die."""
+"""Starts a model's servers; yields a client, and a coroutine function that raises when they die."""
 
 
 # Room on the disk may come back without any progress of this rank.
@@ -198,7 +187,7 @@ class Scheduler:
         self.checkpoint.on_change = lambda: call_soon(self._loop, self._changed)
         self.observer.reading(documents)
         if self.checkpoint.resumed.interrupted:
-            self._server_needed.set()  # the server can load its model while a reader that cannot seek counts
+            self._server_needed.set()  # the server loads its model while a reader that cannot seek counts
         async with asyncio.TaskGroup() as background:
             serving = {background.create_task(self._serve(model)): model for model in self.models.values()}
             background_tasks = [
@@ -207,7 +196,7 @@ class Scheduler:
                 background.create_task(stop_when_requested(self, [*serving])),
                 background.create_task(self.shutdown.failed()),
             ]
-            # All waits are inside this block: an error that ends one must abort before any document is cancelled.
+            # An error that ends a wait must abort before any document is cancelled.
             try:
                 await self._admit_all(documents)
                 host = host_loop()
@@ -259,7 +248,7 @@ class Scheduler:
     # background --------------------------------------------------------------------------------------------------
 
     async def _serve(self, model: Model) -> None:
-        # Not before there is a document to process: a finished rank, or one without documents, loads no model.
+        # A finished rank, or one without documents, loads no model.
         await self._server_needed.wait()
         try:
             async with self.connect(model.config) as (client, watch):
@@ -298,12 +287,11 @@ class Scheduler:
             free.set_result(None)
 
     async def next_change(self, at_most_seconds: float | None = None) -> None:
-        """Returns when the checkpoint has made progress, or has failed, or after that time."""
+        """Waits until the checkpoint has made progress or has failed."""
         await asyncio.wait([self._change], timeout=at_most_seconds)
 
     async def wait_for_storage(self) -> None:
-        """Returns when the storage thread's queue has room."""
-        # next_change would wake thousands of waiting requests every few milliseconds, only to let them wait again.
+        # next_change would wake thousands of waiting requests every few milliseconds.
         while self.checkpoint.congested:
             await asyncio.shield(self._storage_free)
 
@@ -351,12 +339,10 @@ class Scheduler:
             if self.drop_media is not None:
                 self.drop_media(document)
             document.metadata[self.metadata_key] = kept
+            data = b"null"
             if kept:
                 self.check_document(document, slot.chunk.index)
-            if kept:
                 data = encode_finished(document, self.metadata_key)
-            else:
-                data = b"null"
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):
                 self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
                 self._raise_if_stopping(answers)
@@ -372,11 +358,11 @@ class Scheduler:
         return summarize(slot.ordinal, outcome, source.fingerprint, data, requests, len(kept))
 
     def _raise_if_stopping(self, answers: Answers) -> None:
-        """Raises if the document ends unrecorded, whatever its rollout returned: CancelledError if the rank was
-        stopped, the failure if the document has stopped it.
+        """Raises if the document ends unrecorded: CancelledError if the rank was stopped, the failure if the document
+        has stopped it.
 
-        A rollout may also cancel a task of its own and let the CancelledError out. That is a failure of the document.
-        ``Task.cancelling`` cannot tell the two cases apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
+        Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling`` cannot tell the cases
+        apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
         if self.shutdown.aborted:
             raise asyncio.CancelledError
@@ -384,8 +370,7 @@ class Scheduler:
             raise answers.failure
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
-        # The first rollout that raises cancels the others: their document fails anyway, so their further requests would
-        # be wasted. The cache keeps the answers that they have so far.
+        # The first rollout that raises cancels the others, whose further requests would be wasted.
         tasks = [asyncio.ensure_future(self._run_rollout(document, request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
@@ -400,7 +385,6 @@ class Scheduler:
             end_fork(self._pid, error)
             if isinstance(error, Exception | asyncio.CancelledError):
                 raise
-            # It would end the event loop, and with it the process.
             if self.shutdown.aborted or self.shutdown.raised(error):
                 raise
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
@@ -413,18 +397,14 @@ class Scheduler:
 
 # The tasks of documents -----------------------------------------------------------------------------------------------
 #
-# A rank can leave them behind. ``asyncio.TaskGroup`` waits without a limit for a task that swallows its cancellation,
-# as ``while True: try: ... except BaseException: pass`` does. A rank must end all the same: when it fails, when it is
-# preempted, before Slurm kills it.
+# ``asyncio.TaskGroup`` waits without end for a task that swallows its cancellation. A rank leaves such tasks behind.
 
-# Seconds between two cancellations. Their sum is what a rollout has for its clean-up.
+# Seconds between two cancellations. A rollout has their sum for its clean-up.
 _PATIENCE = (0.2, 0.8, 2.0, 2.0)
 _PATIENCE_FAST = (0.2, 0.8)
 
 
 class DocumentTasks:
-    """Starts a task for each document, and ends those that are left."""
-
     def __init__(self) -> None:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = False
@@ -434,7 +414,7 @@ class DocumentTasks:
         return len(self._tasks)
 
     def start(self, ordinal: int, work: Coroutine[object, None, None]) -> None:
-        """The coroutine handles its errors itself: nobody looks at its result. It calls ``done`` when it ends."""
+        """Starts a coroutine that handles its errors itself, and calls ``done`` when it ends."""
         self._tasks[ordinal] = self._loop.create_task(work)
 
     def done(self, ordinal: int) -> None:
@@ -442,11 +422,7 @@ class DocumentTasks:
         self._tasks.pop(ordinal, None)
 
     async def end(self, fast: bool) -> None:
-        """Cancels the tasks that are left, several times if need be, and leaves behind those that ignore that.
-
-        Args:
-            fast: wait a second instead of five.
-        """
+        """Cancels the tasks that are left, several times if need be; ``fast``: for one second instead of five."""
         if self._ended:
             return
         self._ended = True
@@ -468,10 +444,8 @@ class DocumentTasks:
 
 # An early stop, in order ----------------------------------------------------------------------------------------------
 #
-# What was requested, and how quickly it must be done, is in the rank's ``Shutdown``.
 
-# How long a drain waits for complete chunks to be published.
-_PUBLISH_WAIT_SECONDS = 5.0
+_PUBLISH_WAIT_SECONDS = 5.0  # of a drain, for complete chunks
 
 
 async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[None]]) -> NoReturn:
@@ -482,12 +456,12 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
 
     Raises:
         Preempted: a stop was requested.
-        BaseException: the rank's failure, if it has one. Then whoever made the checkpoint closes it.
+        BaseException: the rank's failure. Then the caller closes the checkpoint.
     """
     shutdown = rank.shutdown
     checkpoint = rank.checkpoint
     await shutdown.requested()
-    # From now on no document is admitted, and the router sends no request: both look at the shutdown.
+    # No document is admitted, and the router sends no request: both look at the shutdown.
     models = [model for model in rank.models.values() if model.client.done()]
     clients = [model.client.result() for model in models]
     in_flight = sum(client.stats.in_flight for client in clients)
@@ -509,18 +483,18 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
         shutdown.late = not await shutdown.wait_for(_drained(rank, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
-    except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks, those of requests among them
+    except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks
         shutdown.given_up = _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
         raise
     shutdown.given_up = _left(clients) - lost
-    # 2. Documents that are left end unrecorded. First the state: a cancelled rollout is no failure of its document.
+    # 2. Other documents end unrecorded. First the state: a cancelled rollout is no failure of its document.
     shutdown.abort()
     if shutdown.failure is not None:
         await shutdown.failed()
-    if clients:  # else they were cancelled above; a second time would cut their end off
+    if clients:  # else they were cancelled above
         _cancel(serving)
     await rank.documents.end(shutdown.is_fast)
-    # 3. Servers end meanwhile: by themselves if the drain was in time, else they are killed.
+    # 3. Servers end: by themselves if the drain was in time, else they are killed.
     with shutdown.closing():
         await asyncio.wait(serving)
         # 4. What was handed over is written, the mirror gets its last version, and another process may have the rank.
@@ -536,7 +510,6 @@ def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 def _left(clients: Iterable[CompletionClient]) -> int:
-    """Requests in flight, with all that were ever lost."""
     return sum(client.stats.in_flight + client.stats.lost for client in clients)
 
 

@@ -1,16 +1,14 @@
 """What a function of the script needs of its module, for a pickle that another program loads.
 
-dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. In the task, the
-function sees the globals of the program that loads the pickle (``launch_pickled_pipeline``), so a rollout that calls a
-helper of its script would fail with ``NameError``. So a step also carries what its functions name.
+dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. So a step also
+carries what its functions name.
 
     the program that unpickles           what happens
     imports the script (multiprocess)    nothing: the names are there, or are not (``nothing_carried``)
     is another one                       ``__main__`` gets the names; it has begun and needs its own no more
 
-Ray's pickles bring the names themselves. What is or holds a secret stays behind, since others may read a pickle's file.
-A pickle is made once without keeping it, and looked at on the way. So what is found is what would be written,
-wherever it sits: attributes of classes and objects, default arguments, closures, arguments of a partial, nested dicts.
+Ray's pickles bring the names themselves. What is or holds a secret stays behind: others may read a pickle's file. To
+find secrets, a value is pickled to nowhere, and each object is checked.
 
     a value                                           is a secret
     with the form of a key (sk-..., hf_..., AKIA...)  always
@@ -23,6 +21,7 @@ wherever it sits: attributes of classes and objects, default arguments, closures
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import types
@@ -46,21 +45,16 @@ class ScriptNames(NamedTuple):
     """Part of a pickle.
 
     Attributes:
-        file: of the script.
-        values: by name.
-        left: names that stay behind, each with the reason.
+        left: why names stay behind, by name.
     """
 
     file: str | None
-    values: dict[str, Any]
+    values: dict[str, object]
     left: dict[str, str]
 
 
 def collect(*things: object) -> ScriptNames | None:
-    """The names of the script that these functions and objects use, by themselves or through each other.
-
-    None if no name is used, or if a value is being looked at that holds the step itself.
-    """
+    """Returns the names of the script that these functions and objects use, directly or not; None if there are none."""
     main = sys.modules["__main__"]
     if not carries():
         return None
@@ -88,7 +82,6 @@ def collect(*things: object) -> ScriptNames | None:
 
 
 def restore(names: ScriptNames) -> None:
-    """Gives the script's names to functions that were unpickled here."""
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) == names.file:
         return
@@ -103,11 +96,7 @@ def restore(names: ScriptNames) -> None:
 
 
 def say_missing(*things: object, sent: bool) -> None:
-    """Logs which modules of the job only this script finds: Python puts a script's folder on its path.
-
-    Args:
-        sent: ``own_modules`` go along with the tasks.
-    """
+    """Logs which modules of the job only this script finds. ``sent``: ``own_modules`` go along with the tasks."""
     if sent:
         along = {*own_modules(), "datatrove", "datatrove_ckpt"}
     else:
@@ -153,14 +142,13 @@ def nothing_carried() -> Iterator[None]:
 
 
 def carries() -> bool:
-    """Whether a pickle that is made now is, as far as we know, one for a file."""
+    """Returns whether a pickle that is made now is probably for a file."""
     ray = sys.modules.get("ray")
     by_ray = ray is not None and bool(ray.is_initialized())
     return not getattr(_collecting, "on", False) and not by_ray
 
 
 def say_left(names: ScriptNames) -> None:
-    """Logs what stays behind, where the job is made."""
     for name, reason in names.left.items():
         logger.warning(
             f"The script's {name} is not pickled with the job, because {reason}. If the rollout needs it, let it "
@@ -168,8 +156,7 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-def _parts(thing: object) -> Iterator[Any]:
-    """The functions and classes of the script that belong to an object."""
+def _parts(thing: object) -> Iterator[object]:
     if isinstance(thing, functools.partial):
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, types.MethodType):
@@ -201,7 +188,7 @@ def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
 
 
 def _stays(name: str, value: object) -> str:
-    """Why a value is not pickled; "" if it is."""
+    """Returns why a value is not pickled; "" if it is."""
     if isinstance(value, types.ModuleType):
         return ""
     try:
@@ -218,25 +205,8 @@ def _stays(name: str, value: object) -> str:
 # secrets in a pickle --------------------------------------------------------------------------------------------------
 
 
-class _Sink:
-    """The file of a pickle that nobody keeps. Notes which of some texts pass through."""
-
-    def __init__(self, texts: Mapping[bytes, str]) -> None:
-        self._texts = texts
-        self._tail = b""
-        self._longest = max(map(len, texts), default=0)
-        self.found: dict[str, None] = {}
-
-    def write(self, data: bytes) -> None:
-        if not self._longest:
-            return
-        data = self._tail + bytes(data)
-        self.found |= {name: None for text, name in self._texts.items() if text in data}
-        self._tail = data[-self._longest :]
-
-
 def secrets_in(name: str, value: object) -> list[str]:
-    """The places of secrets in what a pickle of this value holds by value, as words for a message.
+    """Returns the places of secrets in what a pickle of this value holds by value, as words for a message.
 
     Raises:
         Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
@@ -246,14 +216,11 @@ def secrets_in(name: str, value: object) -> list[str]:
     import dill  # type: ignore[import-untyped]
 
     look = _Look(name)
-    sink = _Sink({value.encode(): variable for variable, value in environment_secrets(is_surely_secret).items()})
-    pickler = dill.Pickler(sink)
-    pickler.persistent_id = look  # called with each object that is written
-    pickler.dump(value)
-    places = dict.fromkeys(look.places())
-    if not places:
-        places = {f"the value of the environment variable {variable}": None for variable in sink.found}
-    return list(places)
+    with Path(os.devnull).open("wb") as nowhere:
+        pickler = dill.Pickler(nowhere)
+        pickler.persistent_id = look  # called with each object that is written
+        pickler.dump(value)
+    return list(dict.fromkeys(look.places()))
 
 
 class _Look:
@@ -268,6 +235,8 @@ class _Look:
         self._codes: set[int] = set()
         self._places: list[str] = []
         self._unnamed = False
+        self._variables = {text.encode(): name for name, text in environment_secrets(is_surely_secret).items()}
+        self._of_variables: list[str] = []
 
     def __call__(self, thing: object) -> None:
         if id(thing) in self._objects:
@@ -275,6 +244,9 @@ class _Look:
         self._objects[id(thing)] = thing
         if isinstance(thing, str | bytes | bytearray):
             self._unnamed |= is_surely_secret("", thing)
+            if isinstance(thing, str):
+                thing = thing.encode("utf-8", "surrogatepass")
+            self._of_variables += [name for text, name in self._variables.items() if text in thing]
         elif isinstance(thing, dict):
             owner = self._owners.get(id(thing), self._name)
             if owner and not _is_of_module(thing):
@@ -291,14 +263,16 @@ class _Look:
             self._of_object(thing)
 
     def places(self) -> Iterator[str]:
-        """Where the secrets are. One that only its form shows has a place if no other is found."""
+        """Yields where the secrets are."""
         found = list(self._places)
         for function in self._functions:
             if id(function.__code__) in self._codes:  # else its name alone is written
                 found += [
                     f"{function.__qualname__}({name}=)" for name, value in _variables(function) if _holds(name, value)
                 ]
-        yield from found or ([f"a text in {self._name}"] if self._unnamed else [])
+        if self._unnamed and not found:
+            found = [f"a text in {self._name}"]
+        yield from found or [f"the value of the environment variable {name}" for name in self._of_variables]
 
     def _of_object(self, thing: object) -> None:
         if isinstance(thing, Veil):
@@ -331,7 +305,7 @@ class _Look:
 
 
 def _holds(name: str, value: object) -> bool:
-    """Whether a value is a secret, or a collection of texts that would be one under this name."""
+    """Returns whether a value is a secret, or a collection of texts that would be secrets under this name."""
     if isinstance(value, dict):  # what has the form of a key is found inside it
         parts = [part for part in value.values() if isinstance(part, str | bytes)]
         return any(is_surely_secret(name, part) and not is_surely_secret("", part) for part in parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.pool_signals import drain_pools
 from datatrove_ckpt.process.preemption import Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
@@ -51,7 +49,7 @@ _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."
 
 @dataclass(eq=False, repr=False)
 class Step(PipelineStep):
-    """What is no argument is told by who starts an executor: see preflight, and the command line."""
+    """Preflight and the command line set the fields that are no arguments."""
 
     rollout_fn: Rollout
     config: InferenceConfig | dict[str, InferenceConfig]
@@ -110,7 +108,6 @@ class Step(PipelineStep):
         self.monitoring = self.monitoring or MonitoringConfig()
         self._check_settings()
         self._note_code()
-        drain_pools(signal.Signals[name] for name in self.drain_signals)
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)
@@ -168,7 +165,7 @@ class Step(PipelineStep):
         return self.config
 
     def requests_and_servers(self) -> tuple[int, int]:
-        """How many requests may be in flight at once, and how many servers there are. For ``raise_limit``."""
+        """Returns how many requests may be in flight at once, and how many servers there are."""
         models = self.models.values()
         requests = sum(requests_at_once(one.max_concurrent_generations, one.servers) for one in models)
         return requests, sum(one.servers for one in models)
@@ -180,7 +177,7 @@ class Step(PipelineStep):
 
     @property
     def may_share_servers(self) -> bool:
-        """Whether ranks of this process may use the same servers at one time. Those on several nodes have one rank."""
+        """Whether ranks of this process may share servers. Tasks on several nodes have one rank."""
         return Nodes.from_environment().count == 1 and all(one.reuse_servers for one in self.models.values())
 
     def identity(self, world_size: int) -> RunIdentity:
@@ -206,7 +203,7 @@ class Step(PipelineStep):
             )
 
     def code(self) -> CodeIdentity:
-        """What the code adds to the run's identity: of functions that were pickled by value, as they were then."""
+        """Returns what the code adds to the run's identity: of functions pickled by value, as they were then."""
         return code_identity(
             self.rollout_fn, self.shared_context, self._code_when_made, self.output_writer, self.rollout_version
         )
@@ -265,12 +262,12 @@ Step.__init__.__qualname__ = "InferenceRunner.__init__"  # the name that Python'
 
 
 def _for_process(step: Step) -> object:
-    """How a step is pickled for a worker process: through a pipe, with nothing that the process has already."""
+    """Pickles a step for a worker process: through a pipe, with nothing that the process has already."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)
 
 
-def _refuse_secrets(state: dict[str, Any]) -> None:
+def _refuse_secrets(state: dict[str, object]) -> None:
     try:
         with script_names.nothing_carried():
             places = secrets_in("the step", state)

@@ -1,7 +1,7 @@
 """The user's code that a rank calls: checks the rollout function, and gives it the arguments of ``shared_context``.
 
 A rollout is refused before the run only if it provably cannot work. A plain ``def`` may return what ``generate``
-returns, and then works like ``async def``; whether it does shows at the first document at the latest.
+returns, and then works like ``async def``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class NotAwaitable(ConfigError):
-    """A rollout returned something that cannot be awaited. No document of the run can succeed."""
+    """A rollout returned something that cannot be awaited."""
 
 
 def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
@@ -67,7 +67,7 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
 
 
 def check_first(rollout_fn: Rollout, document: Document) -> None:
-    """Looks at the first document before a server starts for it. A subclass of the user may add what is missing.
+    """Checks the first document before a server starts for it.
 
     Raises:
         ConfigError: it lacks what the prompt of a ready-made rollout takes from it.
@@ -81,7 +81,7 @@ def check_first(rollout_fn: Rollout, document: Document) -> None:
 
 
 async def try_media(rollout_fn: Rollout, document: Document) -> None:
-    """Makes what a ready-made rollout would send of the document's pictures, sound and files.
+    """Encodes the media of the first document.
 
     Raises:
         ConfigError: it cannot.
@@ -95,10 +95,10 @@ async def try_media(rollout_fn: Rollout, document: Document) -> None:
 
 
 def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
-    """The rollout function with its shared arguments. Its calls raise ``NotAwaitable`` for what cannot be awaited.
+    """Binds the shared arguments. Calls raise ``NotAwaitable`` if the result cannot be awaited.
 
     Raises:
-        ConfigError: it cannot be called with these arguments, or a file that it needs is missing here.
+        ConfigError: the function cannot be called with these arguments, or a file that it needs is missing here.
     """
     _check_call(rollout_fn, shared, complete=True)
     if isinstance(rollout_fn, ReadyMade):
@@ -120,10 +120,10 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
 
 
 def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
-    """The rollout function, which notes each document's questions, the last user message or a text, and the answers.
+    """Wraps the rollout function, to note each document's questions and answers.
 
     Args:
-        asked: gets a pair for each request, by ``id(document)``: those of the input may repeat.
+        asked: gets a pair for each request, by ``id(document)``: ids of the input may repeat.
 
     Raises:
         ConfigError: a file that it needs is missing here.
@@ -140,13 +140,13 @@ def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
 
 
 class _Noting:
-    """A ``generate``, its methods, and those of its other models: each notes what it is asked, and its answer."""
+    """A ``generate``, or a method or model of it, that notes each question and its answer."""
 
-    def __init__(self, generate: Callable[..., Awaitable[Any]], noted: list[list[str]]) -> None:
+    def __init__(self, generate: Callable[..., Awaitable[object]], noted: list[list[str]]) -> None:
         self._generate = generate
         self._noted = noted
 
-    async def __call__(self, asked: object, /, *more: object, **settings: object) -> Any:
+    async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
         self._noted.append(pair := [_question(asked), ""])
         answer = await self._generate(asked, *more, **settings)
         pair[1] = str(getattr(answer, "text", "") or answer)
@@ -157,7 +157,7 @@ class _Noting:
 
 
 def _question(payload: Any) -> str:
-    """Of a request: its payload, a text, or a list of texts."""
+    """Returns the last user message of a payload, or the first text."""
     with suppress(AttributeError, LookupError, TypeError):  # of a payload that is about to be refused
         if not isinstance(payload, Mapping):
             return payload if isinstance(payload, str) else str(payload[0])
@@ -168,14 +168,14 @@ def _question(payload: Any) -> str:
 
 
 class _Call(partial[Any]):
-    """A call of the user's function. Tracebacks do not show its arguments, which may be secrets."""
+    """A call of the user's function whose ``repr`` has no arguments, which may be secrets."""
 
     def __repr__(self) -> str:
         return _shown(self.func)
 
 
 def _function(rollout_fn: object) -> types.FunctionType | None:
-    """The function that a call runs in the end; None if that is no Python function."""
+    """Returns the function that a call runs in the end; None if it is no Python function."""
     while isinstance(rollout_fn, partial):
         rollout_fn = rollout_fn.func
     if not isinstance(rollout_fn, types.FunctionType | types.MethodType):
@@ -185,7 +185,7 @@ def _function(rollout_fn: object) -> types.FunctionType | None:
 
 
 def _problem(function: types.FunctionType) -> str:
-    """Why a call's result can never be awaited; "" if it may be."""
+    """Returns why a call's result can never be awaited; "" if it may be."""
     if inspect.isasyncgenfunction(function):
         return "yields, so it cannot be awaited: return the result"
     if inspect.iscoroutinefunction(function) or function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
@@ -196,7 +196,7 @@ def _problem(function: types.FunctionType) -> str:
 
 
 def _returns_values_only(function: types.FunctionType) -> bool:
-    """Each return statement of a plain ``def`` returns a dict, a text or the like. False if the source is missing."""
+    """Returns whether each return statement of a plain ``def`` returns a dict, a text or the like."""
     try:
         # The code object's: the function's would be that of what it wraps.
         tree = parse(textwrap.dedent(inspect.getsource(function.__code__)))
@@ -233,9 +233,8 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         ) from None
 
 
-def _shown(rollout_fn: Any) -> str:
-    """Name and parameters, as in its definition."""
-    inner = rollout_fn
+def _shown(rollout_fn: Rollout) -> str:
+    inner: object = rollout_fn
     while isinstance(inner, partial):
         inner = inner.func
     name = getattr(inner, "__qualname__", type(inner).__qualname__)

@@ -42,7 +42,7 @@ class ShownDocument:
     is_dead: bool = False
 
     def safe(self, most: int | None = None) -> ShownDocument:
-        """Without secrets and control characters, and with so many characters of each text at most."""
+        """Without secrets and control characters, and with so many characters of each text."""
         id_, text, answer = (printable(redact(part)) for part in (self.id, self.text, self.answer))
         if most is not None:
             text = shortened(text, most)
@@ -51,7 +51,7 @@ class ShownDocument:
 
 
 def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDocument]:
-    """Those in output files, as they are committed now.
+    """Reads the output files, as they are committed now.
 
     Args:
         output: the output folder, if it is not where ``run.json`` says.
@@ -62,8 +62,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
-    named = place.output, place.given[0], place.configured_output
-    folder = get_datafolder(output or find_output(place.folder, ranks, *named))
+    folder = get_datafolder(output or find_output(place, ranks))
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:
@@ -71,11 +70,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
 
 
 def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
-    """Those that no retry has taken.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-    """
+    """Reads the dead letters that no retry has taken. Raises ConfigError if there is no checkpoint."""
     retries = retry_folders(place.folder)
     for rank in read_ranks(place.folder, Want.SETTINGS):
         inputs = [rank_folder(retry, rank.number) / RETRY_INPUT for retry in retries]
@@ -102,7 +97,7 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
     compression = None if known.is_compressed else "infer"
     try:
         with file_system_call(), folder.open(path, "rb", compression=compression) as file:
-            for row, _ in known.rows(file, ("id", "text", "metadata", key, "embedding")):
+            for row, _ in known.rows(file, ("id", "text", "metadata", key)):
                 if row is not None:
                     yield ShownDocument(str(row.get("id")), str(row.get("text", "")), _answer(row, key), path)
     except (OSError, EOFError) as error:
@@ -110,7 +105,7 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
 
 
 def _answer(row: Json, key: str) -> str:
-    """Of a row that the user's adapter has made otherwise, all of it."""
+    """The results as text; of a row without any, all of it."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
@@ -119,21 +114,11 @@ def _answer(row: Json, key: str) -> str:
         return _text({name: value for name, value in row.items() if name not in ("id", "text")})
     if not isinstance(results, list):
         results = [results]
-    return "\n\n".join(_text(_with_vector(result, metadata | row)) for result in results)
-
-
-def _with_vector(result: object, columns: Json) -> object:
-    """The result; of EmbedRollout with a ``column`` the vector that is there."""
-    if not isinstance(result, dict):
-        return result
-    name = result.get("column")
-    if name is None or columns.get(name) is None:
-        return result
-    return {name: columns[name]}
+    return "\n\n".join(map(_text, results))
 
 
 def _text(result: object) -> str:
-    """A result's text, or those of its choices, and on a line of its own what it has beside it."""
+    """A result's text, or those of its choices, and on the next line what else it has."""
     if isinstance(result, str):
         return result
     if not isinstance(result, dict):
@@ -151,7 +136,7 @@ def _text(result: object) -> str:
 
 
 def _choices(choices: object) -> str:
-    """Each one as a result; "" if these are no choices of a server."""
+    """ "": these are no choices of a server."""
     if not isinstance(choices, list) or not all(isinstance(choice, dict) and "text" in choice for choice in choices):
         return ""
     return "\n\n".join(map(_text, choices))
@@ -162,7 +147,6 @@ def _json(value: object) -> str:
 
 
 def _short(value: object) -> object:
-    """The value, with the first numbers of a vector only."""
     if isinstance(value, dict):
         return {key: _short(each) for key, each in value.items()}
     if not isinstance(value, list):

@@ -18,7 +18,7 @@ REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 
 @dataclass(slots=True)
 class Problem:
-    """One problem, or, in ``Report.unfinished``, work that is not done yet. The message says what to do."""
+    """One problem, or, in ``Report.unfinished``, work that is not done yet."""
 
     kind: str
     message: str
@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass(slots=True)
 class CommittedChunk:
-    """A committed chunk: its output files, and the number of documents in them (None: unknown)."""
+    """``documents``: the number of documents in its files; None: unknown."""
 
     rank: RankLedger
     index: int
@@ -53,10 +53,7 @@ class Report:
 
     Attributes:
         repair_command: the command that repairs the chunks to redo.
-        output: the output folder's name.
-        folder: the same as datatrove's ``DataFolder``.
         ranks: without their commits, which ``chunks`` has.
-        sums: over the ranks.
         not_started: ranks that are not there, and of which nothing shows that they ever were.
         uncounted: the writers whose rows cannot be counted.
     """
@@ -93,16 +90,18 @@ class Report:
 
     @property
     def redo_advice(self) -> str:
-        """The last sentence about a file that `repair` makes again."""
         return f" To redo it: {self.repair_command}, then run again."
+
+    @property
+    def templates(self) -> list[str]:
+        return sorted({str(rank.run["output_filename"]) for rank in self.ranks if "output_filename" in rank.run})
 
     @cached_property
     def hub(self) -> HubFolder | None:
-        """The output folder on the hub; None if it is elsewhere."""
         return HubFolder.of(self.folder)
 
     @property
     def tasks(self) -> int:
-        """The number of tasks of the run; 0 if no run.json tells."""
+        """0: not known."""
         tasks = [rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root]
         return max(tasks, default=0)

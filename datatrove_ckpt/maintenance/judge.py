@@ -1,7 +1,7 @@
 """Decides what a rank does, whether it needs attention, and why. The limits are minutes: a line is due each minute.
 
-A rank that runs has a process that holds its lock. But the lock of a mirror's copy cannot be seen, and on some file
-systems neither can that of a process on another node. There, a rank runs as long as its history goes on.
+A rank that runs has a process that holds its lock. The lock of a mirror's copy, and on some file systems of a process
+on another node, cannot be seen: there, a rank runs as long as its history grows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ SILENT_SECONDS = 180.0
 COPY_SECONDS = 1200.0
 """The same for a mirror: with ``mirror_seconds: auto``, up to ten minutes are between two uploads."""
 STUCK_SECONDS = 600.0
-"""A rank in which nothing is finished for so long is stuck, and in which servers are started again so often as
-``MAX_RESTARTS`` is restarting."""
+"""A rank in which nothing is finished for so long is stuck."""
 SLOW_SHARE = 0.5
 """A rank that is slower than this share of the median is slow."""
-MAX_RESTARTS = 5
-"""A rank is restarting if its servers were started again so often in ten minutes."""
 _MIN_PEERS = 4
 _MIN_SECONDS = 60.0
 _HOST = socket.gethostname()
@@ -43,7 +40,6 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
 
     Args:
         ledger: with history, journals and causes of dead letters.
-        now: the time, in Unix seconds.
         copied_at: when the version was uploaded that the ledger was read of; None: it is no copy.
     """
     rank = RankState(ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None)
@@ -72,16 +68,15 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
 
 
 def _reached(last: Progress, rank: RankState) -> InputPosition:
-    """The position of the last line, brought up to the documents that were counted since then."""
+    """The position of the last line, for the documents that were counted since then, or taken back."""
     position = last.position
     then = last.documents.read
-    if position.total is None or not rank.exact or rank.documents <= then:
+    if position.total is None or not rank.exact or not then:
         return position
     return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
 
 
 def _judge(rank: RankState, recent: History, is_finished: bool, now: float, copied_at: float | None) -> None:
-    """Sets state, trouble and reason, and what depends on the state."""
     attempt = rank.attempt
     # An attempt whose number the history does not have has ended before its first line.
     if is_finished:
@@ -126,17 +121,14 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
             reason = f"{reason}, which holds its lock"
         rank.need_attention("silent", reason)
         return
-    _measure(rank, recent, last, now)
+    _measure(rank, recent, last)
     if last.silence.lasts:
         rank.need_attention("stuck", _silenced(last))
     elif last.wait.quiet >= STUCK_SECONDS:
         rank.need_attention("stuck", _stuck(recent, last, now))
-    else:
-        _judge_restarts(rank, recent, now)
 
 
-def _measure(rank: RankState, recent: History, last: Progress, now: float) -> None:
-    """Sets rates, and the time that is left."""
+def _measure(rank: RankState, recent: History, last: Progress) -> None:
     seconds = recent.seconds
     if seconds:
         rank.in_flight = last.in_flight
@@ -145,26 +137,11 @@ def _measure(rank: RankState, recent: History, last: Progress, now: float) -> No
         rank.wait = last.wait
         if not last.silence.lasts:
             rank.rates = recent.rates()
-    elif rank.attempt is not None and not rank.is_copy:  # the line of its start tells nothing yet: count
-        factor = 1 / max(now - rank.attempt.started, 1.0)
-        rank.rates.add(done_rates(rank.done, 0), factor)
-        rank.rates.add(done_rates(last.documents, 0), -factor)
     if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
         left = max(0, rank.position.total - rank.position.done) / rank.rates.input
         if left >= rank.wait.quiet:
             rank.time_left = left
     rank.has_rate = seconds >= RATE_SECONDS - 1
-
-
-def _judge_restarts(rank: RankState, recent: History, now: float) -> None:
-    lately = [event for event in recent.servers if now - event.at <= STUCK_SECONDS]
-    restarts = sum(event.what == "restart" for event in lately)
-    if restarts >= MAX_RESTARTS:
-        reason = f"its servers were started again {restarts} times in {duration(STUCK_SECONDS)}"
-        deaths = [event.why for event in lately if event.what == "death" and event.why]
-        if deaths:
-            reason = f"{reason}; one died of: {deaths[-1]}"
-        rank.need_attention("restarting", reason)
 
 
 def _silenced(last: Progress) -> str:
@@ -176,15 +153,13 @@ def _silenced(last: Progress) -> str:
 
 def _stuck(recent: History, last: Progress, now: float) -> str:
     nothing = f"no answer and no document for {duration(last.wait.quiet + now - last.at)}"
-    words = {"start": "is starting", "restart": "is starting again", "death": "died"}
+    words = {"start": "was started", "restart": "was started again", "death": "died"}
     event = next(reversed(recent.servers), None)
     if event is not None and event.what in words:
         server = "its server"
         if " " in event.name:  # of one of several models
             server = f"{server} {event.name}"
-        text = f"{nothing}: {server} {words[event.what]}"
-        if event.what != "death":
-            return f"{text} since {duration(now - event.at)}"
+        text = f"{nothing}: {server} {words[event.what]} {duration(now - event.at)} ago"
         if event.why:
             return f"{text} ({event.why})"
         return text
@@ -213,9 +188,8 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
 def find_slow(ranks: Sequence[RankState]) -> None:
     """Marks the ranks that are far behind the median of the others.
 
-    A rank that is finished counts with its average, so the last one of a run is compared, too. A rank with long
-    documents finishes fewer of them, and is not slow: both documents and tokens must be few. Neither is a rank that
-    waits for its last answers.
+    A finished rank counts with its average, so that the last rank of a run is compared, too. A rank with long documents
+    is not slow: both documents and tokens must be few. Neither is a rank that waits for its last answers.
     """
     running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
     running = [rank for rank in running if not rank.wait.all_started]
@@ -234,7 +208,6 @@ def find_slow(ranks: Sequence[RankState]) -> None:
 
 
 def find_left(ranks: Sequence[RankState]) -> None:
-    """Marks the unfinished ranks of a run in which nothing goes on."""
     if any(rank.state == "running" for rank in ranks):
         return
     for rank in ranks:
@@ -243,7 +216,7 @@ def find_left(ranks: Sequence[RankState]) -> None:
 
 
 def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
-    """Documents and tokens per second of what was done in so many; requests, if no server counts tokens."""
+    """Documents and tokens per second; requests, if no server counts tokens."""
     return done.documents / seconds, (done.prompt_tokens + done.completion_tokens or done.requests) / seconds
 
 

@@ -1,16 +1,8 @@
-"""Reads all ranks of a run into one ``RunState``. Changes nothing, and holds no lock.
-
-with open_place("s3://bucket/mirror", wanted=wanted_files) as place:
-    state = read_run_state(place)
-"""
+"""Reads all ranks of a run into one ``RunState``. Changes nothing, and holds no lock."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,27 +29,16 @@ from datatrove_ckpt.maintenance.where import Place
 _JOURNAL_BYTES = 1 << 22
 _LETTER_BYTES = 1 << 25
 _MOST_BYTES = 1 << 23
-# More ranks than this are worth a few more processes.
-_MANY = 2000
-_PART = 250
-_MOST_PROCESSES = 8
+_WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
 _NOT_FOR_ALL = (layout.CACHE, layout.RETRY_INPUT)
 
 
 def wanted_files(name: str, size: int) -> bool:
-    """Which files of a mirror are needed: not the large ones."""
     return name not in _NOT_FOR_ALL and size <= _MOST_BYTES
 
 
 def read_run_state(place: Place, now: float | None = None) -> RunState:
-    """Reads the ranks of a place.
-
-    Args:
-        now: the time, in Unix seconds; None: ask the clock.
-
-    Raises:
-        ConfigError: there is no rank, or this user may not read one.
-    """
+    """Reads the ranks of a place. Raises ConfigError if there is none, or this user may not read one."""
     found = find_ranks(place.folder)
     if now is None:
         now = time.time()
@@ -66,17 +47,18 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         state.given = place.given
         state.tasks = place.tasks
     limits = Limits(min(_MOST_BYTES, _JOURNAL_BYTES // len(found)), min(_MOST_BYTES, _LETTER_BYTES // len(found)))
-    tasks = [
-        (root, number, folder, limits, state.read_at, _copied_at(place, root, number)) for root, number, folder in found
-    ]
     try:
-        ranks = _read_all(tasks)
+        for root, number, folder in found:
+            ledger = read_rank(root, number, folder, _WANTED, limits)
+            check_readable(ledger)
+            rank = rank_state(ledger, now, _copied_at(place, root, number))
+            rank.reason = place.said(rank.reason)
+            if root:
+                state.retries.append(rank)
+            else:
+                state.ranks.append(rank)
     except PermissionError as error:
         raise not_permitted(place.folder, error) from None
-    for rank in ranks:
-        rank.reason = place.said(rank.reason)
-    state.ranks = [rank for rank in ranks if not rank.root]
-    state.retries = [rank for rank in ranks if rank.root]
     run = _first_run(state.ranks)
     if run:
         state.identity = {"format": run["format"], **settings_in(run)}
@@ -88,7 +70,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.retried = add_up(state.retries, state.read_at)
     words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
     state.newest = max(words, default=None)
-    with suppress(OSError, CkptError):  # claims are hints, and may be on a store that this machine does not reach
+    with suppress(OSError, CkptError):  # claims are hints
         _read_claims(state, place)
     return state
 
@@ -96,7 +78,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
 def _read_claims(state: RunState, place: Place) -> None:
     folder = place.logging_dir
     if folder is None and not place.is_copy:
-        folder = str(place.folder.parent / "logs")  # as the short form and the examples have it
+        folder = str(place.folder.parent / "logs")
     if folder is None or ("://" not in folder and not Path(folder, "claims").is_dir()):
         return
     from datatrove_ckpt.claims.claims import claimants, given_up
@@ -112,11 +94,7 @@ def _read_claims(state: RunState, place: Place) -> None:
 
 
 def check_idle(place: Place, ranks: list[RankLedger]) -> None:
-    """Checks that no process works on the ranks, as far as the mirror shows.
-
-    Raises:
-        CheckpointLocked: one does.
-    """
+    """Raises CheckpointLocked if a process works on the ranks, as far as the mirror shows."""
     state = read_run_state(place)
     running = {(rank.root, rank.rank): rank.process for rank in state.ranks + state.retries if rank.state == "running"}
     for rank in ranks:
@@ -128,36 +106,7 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
             )
 
 
-_Task = tuple[str, int, Path, Limits, float, float | None]
-"""Root, number and folder of a rank, and what ``rank_state`` needs besides."""
-_WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
-
-
-def _read_all(tasks: list[_Task]) -> list[RankState]:
-    """Reads the ranks; very many of them in several processes. A fork is safe only while there is one thread."""
-    processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
-    if len(tasks) < _MANY or processes < 2 or threading.active_count() > 1:
-        return _read_some(tasks)
-    parts = [tasks[start : start + _PART] for start in range(0, len(tasks), _PART)]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        return [rank for part in pool.map(_read_some, parts) for rank in part]
-
-
-def _read_some(tasks: list[_Task]) -> list[RankState]:
-    """
-    Raises:
-        PermissionError: a file may not be read.
-    """
-    found = []
-    for root, number, folder, limits, now, copied_at in tasks:
-        ledger = read_rank(root, number, folder, _WANTED, limits)
-        check_readable(ledger)
-        found.append(rank_state(ledger, now, copied_at))
-    return found
-
-
 def _sort_out(state: RunState, folder: Path) -> None:
-    """Finds the ranks that are missing, and those that do not belong to the run."""
     numbers = {rank.rank for rank in state.ranks}
     state.missing = [rank for rank in range(state.tasks) if rank not in numbers]
     state.gone = removed_ranks(folder, state.missing)
@@ -175,7 +124,7 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
 
 
 def _first_run(ranks: list[RankState]) -> Json:
-    """The run.json of the first rank of which it can be read: all ranks share its settings."""
+    """All ranks share its settings."""
     for path in (rank.folder / layout.RUN for rank in ranks):
         with suppress(CheckpointError):
             if path.is_file():

@@ -1,8 +1,8 @@
 """Rebuilds a damaged commit log from the commits that it still proves: each whole line has a checksum.
 
-A commit is kept if the chunks before it, where they must be processed again, end where it starts. The other chunks
-are processed again by the next run, which writes their output files again. Their dead letters are overwritten with
-spaces (see ``repair``), because the redone chunks append them again. Before the log is replaced, it is copied.
+A commit is kept if the chunks before it, where they must be processed again, end where it starts. The next run
+processes the other chunks again. Their dead letters are overwritten with spaces (see ``repair``). The damaged log is
+copied first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
 
 
 def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
-    """The commits that can be kept, by chunk index: those before the first one that does not start where it must."""
+    """The commits before the first one that does not start where it must, by chunk index."""
     found: dict[int, Commit] = {}
     for commit in whole:
         found.setdefault(commit.chunk_index, commit)
@@ -60,7 +60,6 @@ def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
 
 
 def _end_of_letter(path: Path, start: int, number: int) -> int:
-    """The offset after the ``number``-th dead letter from an offset on."""
     with explained("read", path), path.open("rb") as file:
         file.seek(start)
         for _ in range(number):

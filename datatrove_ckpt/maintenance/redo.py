@@ -9,8 +9,6 @@ from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.common.formatting import plural, ranges
 
-_NAMED_ONE_BY_ONE = 20
-
 
 @dataclass
 class Redo:
@@ -46,9 +44,7 @@ class Redo:
             if commit.files:
                 what += f"; remove {', '.join(file.path for file in commit.files)}"
             yield f"{name_place(*key, commit.chunk_index)}: {what}"
-        if len(self.lost) > _NAMED_ONE_BY_ONE:
-            yield f"{place}: mark chunks {ranges(self.lost)} as not done"
-        else:
-            yield from (f"{name_place(*key, index)}: mark it as not done" for index in self.lost)
+        if self.lost:
+            yield f"{place}: mark as not done the chunks {ranges(self.lost)}"
         if self.rank.run.get("accepted_changes"):
             yield f"{place}: its settings were changed (accept_changes); the new ones will be used"

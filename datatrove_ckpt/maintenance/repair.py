@@ -1,7 +1,7 @@
 """Takes back the commits of the chunks to redo. The next run processes these chunks again.
 
-To the next run a chunk without a commit is not done. It makes the chunk from its journal and its cached answers where
-they still exist, else from new answers, and skips the later chunks, which are committed.
+It makes a chunk from its journal and its cached answers where they still exist, else from new answers, and skips the
+later chunks, which are committed.
 
 The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
 
@@ -16,10 +16,8 @@ The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
 
 A run between 3 and 5 refuses the missing files, as it refused the damaged ones before.
 
-Dead letters are overwritten, not cut out: each commit records the size of dead_letters.jsonl after it, and a run cuts
-the file to that size after a crash. Cutting letters out would change two files that must agree, and after a crash in
-between the next run would cut at the wrong place. Spaces before a line's JSON value change neither the value nor the
-size. The lock file stays: it marks the rank as unfinished.
+Dead letters are not cut out, because each commit records the size of dead_letters.jsonl after it: two files would
+change that must agree. The lock file stays: it marks the rank as unfinished.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ from datatrove_ckpt.output.removal import remove_file, remove_output
 _BLOCK = 1 << 20
 
 
-def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> None:
+def carry_out(plan: Plan, report: Report) -> None:
     """Carries out the plan.
 
     Raises:
@@ -65,14 +63,12 @@ def carry_out(plan: Plan, report: Report, logging_dir: str | None = None) -> Non
         for rank in plan.ranks:
             locks.callback(files.Lock(rank.folder / LOCK).release)
         for rank in plan.ranks:
-            # From here on an old process without a lock (on a lost node, for example) writes nothing. ``take`` also
-            # syncs the folder, and so the lock file, which marks the rank as unfinished.
-            claim = _claim(rank)
-            claim.take(claim.commits)
+            # From here on an old process on a lost node writes nothing. ``take`` also syncs the lock file.
+            _claim(rank).take()
         for redo in plan.redo:
             _check_unchanged(redo)
         for number in plan.markers:
-            _remove_marker(str(logging_dir), number)
+            _remove_marker(str(plan.logging_dir), number)
         for redo in plan.redo:
             _blank_letters(redo)
         names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
@@ -149,7 +145,7 @@ def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
 
 
 def replace_commits(rank: RankLedger, commits: Iterable[Commit]) -> None:
-    """Writes the log anew. Survives power loss."""
+    """Survives power loss."""
     files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in commits))
 
 
@@ -162,7 +158,7 @@ def _keep_damaged_log(path: Path) -> None:
 
 
 def _correct_last_chunk(path: Path, commits: list[int]) -> None:
-    """Writes what the file for people must name once these commits are all there are. Survives power loss."""
+    """Survives power loss."""
     unbroken = count_unbroken(commits)
     if unbroken:
         files.disk.make_dirs(path.parent)

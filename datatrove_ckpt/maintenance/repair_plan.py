@@ -1,8 +1,7 @@
 """Decides what ``repair`` will do and what it leaves alone. Changes nothing.
 
-A run fills a chunk up to records_per_chunk documents, or to the end of the input. So chunks can be redone if the
-redone chunks end exactly where the next chunk starts. They do not for a short last chunk after which the input grew,
-or if records_per_chunk was changed in between: then the rank must start over.
+Chunks can be redone if the redone chunks end exactly where the next chunk starts. They do not for a short last chunk
+after which the input grew, or if records_per_chunk was changed in between: then the rank must start over.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from datatrove_ckpt.output.folders import stands_elsewhere
 
 @dataclass
 class Plan:
-    """What to do, and which problems are left. ``markers``: the ranks whose completion markers are removed."""
+    """``left``: the problems that stay. ``markers``: the ranks whose completion markers are removed."""
 
+    logging_dir: str | None = None
     redo: list[Redo] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     markers: list[int] = field(default_factory=list)
 
     @property
     def ranks(self) -> list[RankLedger]:
-        """The ranks that are changed."""
         return [redo.rank for redo in self.redo]
 
-    def describe(self, logging_dir: str | None) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         yield from (f"not repaired: {text}" for text in self.left)
         for redo in self.redo:
             yield from redo.describe()
         for number in self.markers:
-            yield f"rank {number}: remove {logging_dir}/completions/{number:05d}, so that the executor runs it again"
+            yield f"rank {number}: remove {self.logging_dir}/completions/{number:05d}, so that the rank runs again"
 
 
 def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
-    """The plan that follows from a report. Changes nothing.
+    """The plan that follows from a report.
 
     Args:
         logging_dir: the executor's; completion markers of the ranks to redo are removed there.
     """
-    plan = Plan()
+    plan = Plan(logging_dir)
     concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
     others = []
     for problem in report.problems:
@@ -150,7 +149,7 @@ def _obstacle(rank: RankLedger, commits: dict[int, Commit], commit: Commit, shar
 
 
 def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
-    """Start and end of a commit's dead letters in their file, in bytes. They are in the order of the commits."""
+    """Start and end of a commit's dead letters in their file, which has the order of the commits."""
     start = end = 0
     for commit in commits:
         start = end
@@ -161,7 +160,7 @@ def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
 
 
 def _letters_are_whole(rank: RankLedger, commits: dict[int, Commit], commit: Commit) -> bool:
-    """Whether the commit's dead letters are whole lines, or missing, or overwritten by an interrupted repair."""
+    """Whether the dead letters are whole lines, or missing, or overwritten by an interrupted repair."""
     start, end = letters_of(commits.values(), commit.chunk_index)
     if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
         return True

@@ -1,9 +1,5 @@
 """RunState: the state of a whole run, as ``status`` prints it and ``report`` draws it. Plain data, nothing is read.
 
-    where.py                 WHAT (folder, mirror, YAML file) -> a folder with the ranks' files
-    checkpoint/ledger.py     the files of one rank -> RankLedger
-    read_state.py            ledgers -> RankStates, and what is wrong with them -> RunState; start reading here
-
 Times are Unix seconds, durations seconds, rates per second. None means: not known.
 """
 
@@ -14,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import orjson
 
@@ -24,6 +20,7 @@ from datatrove_ckpt.checkpoint.history_records import InputPosition, Silence, Wa
 from datatrove_ckpt.checkpoint.numbers import RunNumbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.claims.claims import Claimant
+from datatrove_ckpt.common import JsonObject
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.
@@ -37,13 +34,12 @@ State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "runni
     damaged       a file of its checkpoint cannot be used
 """
 
-Trouble = Literal["damaged", "failed", "lost", "silent", "stuck", "restarting", "slow", "interrupted", "unfinished"]
+Trouble = Literal["damaged", "failed", "lost", "silent", "stuck", "slow", "interrupted", "unfinished"]
 """Why a rank needs attention, the most urgent first. ``silent`` to ``slow`` are ranks that run.
 
     silent        its process is there, and has written no line of its history for minutes
     stuck         it writes lines, and no document or answer has come for minutes; or requests fail, and for half a
                   minute none was answered
-    restarting    its servers are started again and again
     slow          it is far behind the median of the ranks that run and those that are finished
     unfinished    it is not finished, and no rank of the run goes on
 """
@@ -58,10 +54,9 @@ class Sums(RunNumbers):
     """What is known of a rank now, and added up over ranks.
 
     Attributes:
-        position: how much of the input is done.
         rates: of the last minutes, while it runs.
-        as_of: time of its last line; also if the last attempt was killed. None in the first ten seconds of an attempt.
-            Of several ranks, the oldest of those that run, or of the others if none does.
+        as_of: time of its last line; None in the first ten seconds of an attempt. Of several ranks, the oldest of those
+            that run, or of the others if none does.
         time_left: at the present rate; None if the end of the input is not known, if nothing runs, or if nothing has
             been answered for longer than that.
     """
@@ -79,10 +74,8 @@ class RankState(Sums):
     Attributes:
         root: "" or the retry of dead letters that it belongs to, such as "retry-00001".
         folder: its files, or a copy of them.
-        trouble, reason: why it needs attention; None and "" if it does not.
         has_rate: ``rates`` are of five minutes at least, so that they can be compared.
         attempts: those that the history still names.
-        wait: what it waits for, while it runs.
         last_word: time of the last change of any of its files.
         last_change: of its journals and commits, if it runs, or its last attempt ended without a word; else 0.
         holder: host and pid of the process that has its lock.
@@ -101,12 +94,12 @@ class RankState(Sums):
     last_word: float | None = None
     last_change: float = 0.0
     last_commit: float | None = None
-    holder: dict[str, Any] | None = None
+    holder: JsonObject | None = None
     is_copy: bool = False
 
     @property
     def is_measured(self) -> bool:
-        """Its average can be compared: that of few documents is chance, and of seconds the start of servers, mostly."""
+        """An average of few documents is chance, and of seconds mostly the start of servers."""
         return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= _LEAST_SECONDS
 
     def need_attention(self, trouble: Trouble, reason: str) -> None:
@@ -115,26 +108,23 @@ class RankState(Sums):
 
     @property
     def share(self) -> float | None:
-        """How much of its input is done, from 0 to 1; None if that is not known."""
         if self.state == "finished":
             return 1.0
         return self.position.share
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is finished, or runs and gets ahead."""
         return self.state == "finished" or (self.state == "running" and self.trouble not in ("silent", "stuck"))
 
     @property
     def attempt(self) -> AttemptSummary | None:
-        """The last one."""
         if self.attempts:
             return self.attempts[-1]
         return None
 
     @property
     def process(self) -> str:
-        """The one that works on it, or was the last to: "pid 42 on node7, Slurm job 17_5"."""
+        """The process that works on it, or was the last to: "pid 42 on node7, Slurm job 17_5"."""
         last = self.attempt or AttemptSummary(0, 0.0, 0.0)
         if self.holder is None:
             return f"pid {last.pid} on {last.place}"
@@ -148,10 +138,8 @@ class Totals(Sums):
 
     Attributes:
         total_is_estimated: the input of ranks that are not started is taken to be as large as the mean of the others'.
-        average: documents and so on for each second in which at least one rank worked.
-        working_seconds: the number of these seconds.
-        halted: ranks that are started and do not go on, if there is a time left, which is without their work.
-        not_started: ranks that have no folder.
+        average: for each of the ``working_seconds``, in which at least one rank worked.
+        halted: ranks at a halt, whose work is not in the time left.
     """
 
     states: Counter[str] = field(default_factory=Counter)
@@ -170,16 +158,15 @@ class RunState:
     Attributes:
         what: the folder or URL that was read, for people.
         given: the YAML file that was named, with overrides; empty: a folder or a URL was.
-        read_at: when it was read.
-        newest: time of the newest change that was seen. ``read_at - newest`` is how old the data is.
+        newest: time of the newest change that was seen.
         tasks: number of ranks of the run; 0 if nothing tells it.
         identity: the settings that all ranks share.
         missing: ranks of the run that have no folder.
-        gone: of these, ranks that had committed chunks: their folders were removed.
-        foreign: ranks with higher numbers than the run has. They are nowhere counted.
+        gone: of these, ranks that had committed chunks.
+        foreign: ranks with higher numbers than the run has. They are not counted.
         workers: the processes that have claimed ranks, or may do so.
         given_up: ranks that workers try no more, with the causes.
-        ranks, retries: in ascending order. Retries of dead letters read documents that ``ranks`` have read before.
+        retries: of dead letters: they read documents that ``ranks`` have read before.
     """
 
     what: str
@@ -188,7 +175,7 @@ class RunState:
     given: Sequence[str] = ()
     newest: float | None = None
     tasks: int = 0
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: JsonObject = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)
@@ -201,7 +188,7 @@ class RunState:
 
     @property
     def together(self) -> Totals:
-        """The sums with those of retries. Each document counts once: one that a retry has written is not dead."""
+        """The sums with those of retries. A document that a retry has written is not dead."""
         found = copy.deepcopy(self.totals)
         again = self.retried
         found.add(replace(again, unfinished=DocumentCounts(), unfinished_chunks=0, dead_letters=Counter(), exact=True))
@@ -214,30 +201,28 @@ class RunState:
 
     @property
     def causes(self) -> Counter[str]:
-        """Of the dead letters that are left. The causes of those that a retry has taken are not known."""
+        """The causes of the dead letters that are left, as far as they are known."""
         found = (self.totals.dead_letters, self.retried.dead_letters)
         return next((causes for causes in found if 0 < causes.total() <= self.together.counts.dead), Counter())
 
     @property
     def troubled(self) -> list[RankState]:
-        """The ranks that need attention, the most urgent first."""
+        """The most urgent first."""
         found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
         return sorted(found, key=lambda rank: (TROUBLES.index(rank.trouble or "slow"), rank.root, rank.rank))
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a file of the run cannot be used, or is missing."""
         return bool(self.totals.states["damaged"] or self.retried.states["damaged"])
 
     @property
     def is_mostly_dead(self) -> bool:
-        """Whether more than half of the documents are dead letters. Of fewer than 20, that may be bad luck."""
+        """Of fewer than 20 documents, many dead letters may be bad luck."""
         done = self.together.done
         return 2 * done.dead > done.read >= 20
 
     @property
     def is_finished(self) -> bool:
-        """Whether every rank is finished, those included that are not started."""
         return bool(self.ranks) and not self.totals.not_started and set(self.totals.states) == {"finished"}
 
 
@@ -251,7 +236,7 @@ VERSION = 2
 
 
 def to_json(state: RunState) -> bytes:
-    """The JSON of ``status --json``: the records as they are, with Unix seconds. docs/status.md explains it."""
+    """The JSON of ``status --json``. docs/status.md explains it."""
     content = {
         "version": VERSION,
         "what": state.what,

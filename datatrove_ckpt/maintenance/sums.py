@@ -15,21 +15,16 @@ from datatrove_ckpt.checkpoint.ledger import (
 from datatrove_ckpt.maintenance.judge import done_rates
 from datatrove_ckpt.maintenance.run_state import RankState, Totals
 
-_FIRST_SECONDS = 10.0  # the first line after the start of an attempt
-
 
 def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     """The sums over some ranks.
 
     Args:
-        now: the time, in Unix seconds.
+        now: Unix seconds.
         tasks: number of ranks of the run; 0: as many as there are.
     """
     totals = Totals()
-    per_document = _input_per_document(ranks)
     for rank in ranks:
-        if rank.state == "running" and not rank.rates.input:  # in its first seconds
-            rank.rates.input = rank.rates.documents * per_document
         totals.add(rank)
         totals.states[rank.state] += 1
     totals.rates = _rates_now(ranks, now)
@@ -41,8 +36,8 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     if spans:
         totals.started = spans[0][0]
     totals.working_seconds = _covered(spans)
-    totals.average = _average(totals)
     _add_input(totals, ranks)
+    totals.average = _average(totals)
     return totals
 
 
@@ -96,11 +91,9 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def _average(totals: Totals) -> Rates:
     seconds = totals.working_seconds
-    # Of an attempt that was killed at once, the documents are known, and not the time.
-    if not seconds or (seconds < _FIRST_SECONDS and totals.killed):
-        return Rates()
     average = Rates()
-    average.add(done_rates(totals.done, 0), 1 / seconds)
+    if seconds:
+        average.add(done_rates(totals.done, totals.position.done), 1 / seconds)
     return average
 
 
@@ -110,7 +103,7 @@ def _input_per_document(ranks: list[RankState]) -> float:
 
 
 def _add_input(totals: Totals, ranks: list[RankState]) -> None:
-    """Sums up the input. Ranks whose input is not known yet are taken to have as much as the others, on average."""
+    """Ranks whose input is not known yet are taken to have as much as the others, on average."""
     known = [rank for rank in ranks if rank.position.total is not None]
     units = {rank.position.unit for rank in known}
     if len(units) != 1:
@@ -128,7 +121,7 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
 
 
 def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
-    """At the rate of now: what is left, ranks at a halt excepted, but at least what the last rank needs."""
+    """Without the work of ranks at a halt, but at least what the last rank needs."""
     if totals.rates.input <= 0 or totals.position.total is None:
         return None
     halted = [rank for rank in ranks if not rank.goes_on]

@@ -74,7 +74,6 @@ def _workers(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def ranks_of(state: RunState) -> str:
-    """How many ranks there are, by what they do."""
     not_started = state.totals.not_started
     states = [f"{state.totals.states[name]} {name}" for name in get_args(State) if state.totals.states[name]]
     if not_started:
@@ -83,7 +82,6 @@ def ranks_of(state: RunState) -> str:
 
 
 def age(state: RunState) -> str:
-    """How old the data is."""
     if state.newest is None:
         return "last change not known"
     text = f"last change {duration(max(1.0, state.read_at - state.newest))} ago"
@@ -93,7 +91,7 @@ def age(state: RunState) -> str:
 
 
 def _ago(state: RunState) -> str:
-    """How old the lines are that tell where the ranks stand, with a space before it; empty if they are new."""
+    """The age of the lines that tell where the ranks stand, with a space before it; empty if they are new."""
     seconds = state.read_at - (state.together.as_of or state.read_at)
     if seconds < 1:
         return ""
@@ -101,7 +99,6 @@ def _ago(state: RunState) -> str:
 
 
 def progress_of(state: RunState) -> str:
-    """How much of the input is done, and when the rest will be."""
     totals = state.totals
     share = totals.position.share
     if state.is_finished:
@@ -138,14 +135,12 @@ def _documents(totals: Totals) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A count with its noun, as ``plural``, with commas between thousands."""
+    """As ``plural``, with commas between thousands."""
     return f"{number:,} {plural(number, noun).partition(' ')[2]}"
 
 
 def _rate(totals: Totals) -> str:
     average = f"{figure(totals.average.documents)} documents/s on average over"
-    if totals.documents and not totals.average.documents:
-        average = "no average yet, after"
     text = f"{average} {duration(totals.working_seconds)} at work"
     if not totals.states["running"]:
         return text
@@ -176,7 +171,7 @@ def _requests(totals: Totals) -> str:
 
 
 def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
-    """What the ranks wait for, except those in their first ten seconds, of which that is not known yet."""
+    """Ranks in their first ten seconds are left out: nothing is known of them yet."""
     running = [rank for rank in (*state.ranks, *state.retries) if rank.state == "running" and rank.as_of is not None]
     if not running:
         return

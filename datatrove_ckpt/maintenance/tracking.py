@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import orjson
 import xxhash
@@ -24,12 +24,12 @@ _JOB_TAG = "datatrove_ckpt.job"
 _AT = "at"  # a metric of W&B: Unix seconds
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 _MAX_NAME = 250
-_MAX_VALUE = 500  # characters, of a parameter: the shortest limit of MLflow's stores
-_IDLE_LOOKS = 3  # with no rank at work, after which the run has ended
+_MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
+_IDLE_LOOKS = 3  # with no rank at work
 _AT_ONCE = 100  # parameters that MLflow takes
 
 
-def flat(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """Plain values by dotted names."""
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -39,7 +39,7 @@ def flat(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def values_of(run: RunState) -> dict[str, float]:
-    """The sums of a run. Causes of dead letters are left out: they quote servers, and would be names."""
+    """Without causes of dead letters: they quote servers, and would be names."""
     totals = orjson.loads(to_json(run))["totals"]
     del totals["dead_letters"]
     return {name: float(value) for name, value in flat(totals) if isinstance(value, int | float)}
@@ -59,12 +59,10 @@ def status_of(run: RunState) -> str:
 
 @dataclass(frozen=True)
 class TrackedJob:
-    """What is said of a job.
-
-    Attributes:
-        id: the same in all its attempts, wherever it is read.
-        started: Unix seconds.
-        parameters: the run's identity, without secrets as run.json has it.
+    """Attributes:
+    id: the same in all attempts of the job, wherever it is read.
+    started: Unix seconds.
+    parameters: the run's identity, without secrets as run.json has it.
     """
 
     id: str
@@ -84,16 +82,14 @@ class TrackedJob:
 
 
 class TrackedRun(Protocol):
-    """A job's run at a service, which is running. Each call may take long, or raise anything."""
+    """A job's run at a service. Each call may take long, or raise anything."""
 
     def send(self, at: float, values: dict[str, float]) -> None: ...
     def end(self, status: str) -> None:
-        """No rank is at work. ``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
+        """``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
 
 
 class MlflowRun:
-    """A run of MLflow, found or made."""
-
     def __init__(self, job: TrackedJob, uri: str, experiment: str) -> None:
         # MLflow 3.10 and later refuse a folder unless this is set; who names a folder means it.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -113,8 +109,8 @@ class MlflowRun:
         self._started = job.started
         self._client.update_run(self._id, "RUNNING")
         # MLflow's parameters cannot change: they stay as they were at first.
-        items = [item for item in job.parameters.items() if item[0] not in run.data.params]
-        new = [Param(name, value[:_MAX_VALUE]) for name, value in items]
+        known = run.data.params
+        new = [Param(name, value[:_MAX_VALUE]) for name, value in job.parameters.items() if name not in known]
         for start in range(0, len(new), _AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
 
@@ -129,8 +125,6 @@ class MlflowRun:
 
 
 class WandbRun:
-    """A run of Weights & Biases, which keeps its id."""
-
     def __init__(self, job: TrackedJob, project: str) -> None:
         import wandb
 
@@ -166,7 +160,6 @@ class Tracker:
     """Sends the numbers of one run. They are sums, so what a service misses is no loss to the next one.
 
     Attributes:
-        place: where the run is read.
         services: each finds or makes the run of a job.
         name: of the job; None: that of its folder.
         is_over: the run is finished, or no rank was at work at several looks, and all is sent.
@@ -180,11 +173,7 @@ class Tracker:
     _runs: dict[int, TrackedRun] = field(default_factory=dict)
 
     def work(self) -> str:
-        """Reads the run, and sends its numbers.
-
-        Returns:
-            Why something could not be sent; "" if everything was.
-        """
+        """Reads the run, and sends its numbers. Returns why something could not be sent, or ""."""
         try:
             state = read_run_state(self.place)
         except CkptError as error:
@@ -210,7 +199,7 @@ class Tracker:
                 if status != "RUNNING":
                     run.end(status)
                     del self._runs[index]
-            except Exception as error:  # of a library, of its server, of the network
+            except Exception as error:
                 problems.append(f"{type(error).__name__}: {error}")
         self.is_over = status != "RUNNING" and not problems
         return "; ".join(problems)

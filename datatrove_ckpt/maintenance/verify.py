@@ -26,7 +26,6 @@ Commits are read before the output folder is listed, so a chunk that a run finis
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -45,40 +44,27 @@ from datatrove_ckpt.errors.doors import repair_command
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Problem, Report
 from datatrove_ckpt.maintenance.verify_columns import check_columns
 from datatrove_ckpt.maintenance.verify_output import check_output
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.output.formats import is_known
 
 
-def verify(
-    checkpoints: Path,
-    output: str | None = None,
-    full: bool = False,
-    given: Sequence[str] = (),
-    planned: str | None = None,
-    configured: str | None = None,
-) -> Report:
-    """Verifies all ranks.
+def verify(place: Place, output: str | None = None, full: bool = False) -> Report:
+    """Verifies all ranks. Raises ConfigError.
 
     Args:
         output: the output folder, if it is not where ``job.json`` says.
         full: also read every output file.
-        given: how the user named the checkpoint, for commands to type; empty: as ``checkpoints``.
-        planned: where the output of a run will be that has not started, if WHAT tells it.
-        configured: the output folder that the YAML file of the run names.
-
-    Raises:
-        ConfigError: ``checkpoints`` contains no checkpoint, or no run.json says where the output is.
     """
-    command = repair_command(*(given or [str(checkpoints)]), output=output)
+    command = repair_command(*place.given, output=output)
     if full:
         command += " --full"
-    report = Report(checkpoints, command)
-    for rank in read_ranks(checkpoints, CHECKED):
+    report = Report(place.folder, command)
+    for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
         report.sums.add(rank)
         _check_rank(report, rank)
         rank.commits = {}  # there may be millions
-    what = given[0] if given else checkpoints
-    report.output = output or find_output(checkpoints, report.ranks, planned, what, configured)
+    report.output = output or find_output(place, report.ranks)
     report.folder = get_datafolder(report.output)
     _check_settings(report)
     _check_ranks(report)
@@ -88,18 +74,18 @@ def verify(
     return report
 
 
-def find_output(
-    checkpoints: Path, ranks: list[RankLedger], planned: str | None, what: object, configured: str | None = None
-) -> str:
-    """The output folder of a run, as its checkpoint names it. The arguments are those of ``verify``.
+def find_output(place: Place, ranks: list[RankLedger]) -> str:
+    """The output folder of a run, as its checkpoint names it.
 
-    In a run folder that was copied or renamed it is the one there, because what it names may be another run's by now.
+    In a run folder that was copied or renamed it is the one there: what it names may be another run's by now.
 
     Raises:
-        ConfigError: none of them names it, or it is gone, and what they name is another run's.
+        ConfigError: nothing names it, or it is gone, and what the checkpoint names is another run's.
     """
-    if configured is not None:
-        return str(get_datafolder(configured).resolve_paths(""))
+    checkpoints = place.folder
+    what = place.given[0]
+    if place.configured_output is not None:
+        return str(get_datafolder(place.configured_output).resolve_paths(""))
     runs = [rank.run for rank in ranks if rank.run]
     recorded = recorded_output(checkpoints, runs)
     if recorded is not None:
@@ -113,8 +99,8 @@ def find_output(
                 f"the output of {what} is gone: {recorded} belongs to {other}. Bring it back, or name it with --output."
             )
         return recorded
-    if planned is not None:
-        return str(get_datafolder(planned).resolve_paths(""))
+    if place.output is not None:
+        return str(get_datafolder(place.output).resolve_paths(""))
     for rank in ranks:
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
@@ -122,7 +108,7 @@ def find_output(
 
 
 def other_run(checkpoints: Path, recorded: str) -> Path | None:
-    """The run folder whose output ``run.json`` names, if it is another run's: this one was copied or renamed."""
+    """The run folder whose output is recorded here, if it is another run's: this one was copied or renamed."""
     there = Path(recorded).with_name("checkpoints")
     is_other = _is_in_run_folder(checkpoints, recorded) and there.is_dir() and not there.samefile(checkpoints)
     if is_other and any(there.glob(f"[0-9]*/{RUN}")):
@@ -172,7 +158,7 @@ def _check_ordinals(report: Report, rank: RankLedger) -> None:
 
 
 def _check_dead_letters(report: Report, rank: RankLedger) -> None:
-    """Checks the number of dead letters of each commit: they lie between the sizes that two commits record."""
+    """The dead letters of a commit lie between the sizes that two commits record."""
     path = rank.dead_letters_file
     start = 0
     for commit in rank.commits.values():
@@ -211,7 +197,7 @@ def _list_unfinished(report: Report, rank: RankLedger) -> None:
 
 
 def _check_settings(report: Report) -> None:
-    """Checks that all ranks of the run have one identity. The most frequent one counts as right."""
+    """The most frequent identity counts as right."""
     roots: dict[str, list[RankLedger]] = defaultdict(list)
     for rank in report.ranks:
         if rank.settings:
@@ -230,7 +216,7 @@ def _check_settings(report: Report) -> None:
 
 
 def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
-    """The differences between two ranks; none if the user has accepted all values of each field that differs."""
+    """The differences between two ranks; none if the user has accepted all values of the fields that differ."""
     known = defaultdict[str, set[bytes]](set)
     for accepted in accepted_changes(rank, usual):
         name = str(accepted.get("field"))
@@ -243,7 +229,6 @@ def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
 
 
 def accepted_changes(*ranks: RankLedger) -> list[Json]:
-    """The changes that the user has accepted for these ranks of a job, or for the whole job."""
     runs = [rank.run for rank in ranks]
     job = ranks[0].folder.parent / JOB
     with suppress(CheckpointError):

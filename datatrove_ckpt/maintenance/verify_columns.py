@@ -15,7 +15,6 @@ from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
 
 
 def check_columns(report: Report) -> None:
-    """Adds a problem for each column by which files of one folder do not load together, or not as what they are."""
     broken = {problem.path for problem in report.problems}
     files = {file.path: chunk for chunk in report.chunks for file in chunk.files if file.path.endswith(".parquet")}
     firsts: dict[str, tuple[str, Schema]] = {}

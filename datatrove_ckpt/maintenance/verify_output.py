@@ -1,12 +1,10 @@
-"""Compares the files in the output folder with the commits.
-
-The names, sizes and hashes of all committed files are in memory, and so is the folder's listing. Content is streamed.
-"""
+"""Compares the files in the output folder with the commits. Content is streamed; the listing is in memory."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 from datatrove.io import DataFolder
@@ -14,18 +12,16 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.layout import HOME, rank_folder
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
-from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
-from datatrove_ckpt.output.committed import file_problem, published_names, stray_advice
+from datatrove_ckpt.output.committed import STRAY_ADVICE, file_problem, published_names
 from datatrove_ckpt.output.formats import format_of_file
-from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubReads
-from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
+from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_files
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
-from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
 
 _OF_ANOTHER_NAME = (
     "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."
@@ -65,19 +61,20 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
 
 
 def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
-    """Every file in the output folder; None if the folder cannot be listed."""
+    """None: the folder cannot be listed."""
+    committed: dict[str, OutputFile] = {plain(file.path): file for chunk in report.chunks for file in chunk.files}
+    look = partial(list_files, report.folder, committed)
     try:
         with file_system_call():
             if report.hub is not None:
-                found = _list_hub(report, report.hub)
+                found = HubReads(report.hub, StoppableCalls()).listed(look, committed.values())
             else:
-                found = _list_folder(report)
+                found = look()
             is_there = bool(found.sizes) or (report.hub is None and report.folder.exists(""))
     except (OSError, OutputFailed) as failure:
-        error: BaseException = failure
-        if isinstance(failure, OutputFailed):
-            error = failure.__cause__ or failure
-        report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {_list_advice(error)}")
+        error = failure.__cause__ or failure
+        advice = storage_advice if report.hub is None else report.hub.advice
+        report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {advice(error)}")
         return None
     if not is_there and not folder_is_given and report.sums.numbers.files:
         report.add_problem(
@@ -90,76 +87,27 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     return found
 
 
-def _committed_files(report: Report) -> dict[str, OutputFile]:
-    return {plain(file.path): file for chunk in report.chunks for file in chunk.files}
-
-
-def _list_folder(report: Report) -> FoundFiles:
-    committed = _committed_files(report)
-    report.folder.invalidate_cache()
-    found = FoundFiles()
-    for path, info in report.folder.find("", detail=True).items():
-        if info["type"] != "directory":
-            found.note(path, info["size"], _stamp(report.folder, path, info), committed.get(path))
-    return found
-
-
-def _list_hub(report: Report, hub: HubFolder) -> FoundFiles:
-    """A folder there exists with its first file, and may be listed as it was a moment ago."""
-    committed = _committed_files(report)
-    found = FoundFiles({})
-    reads = HubReads(hub, StoppableCalls())
-    found.show(reads.looked("cannot be listed", hub.files))
-    for path, listed in found.hub_files.items():
-        found.note(path, listed.size, listed.stamp, committed.get(path))
-    files = (file for chunk in report.chunks for file in chunk.files)
-    reads.look_again(found, files)
-    return found
-
-
-def _stamp(folder: DataFolder, path: str, info: Json) -> int:
-    """The stamp of a file in a listing. Of a file on a disk, a listing of fsspec has no exact time."""
-    if not folder.is_local():
-        return remote_stamp(info)
-    with suppress(OSError):  # removed since it was listed, which shows later
-        return local_stamp(Path(folder.resolve_paths(path)).stat())
-    return 0
-
-
 def is_owned(report: Report) -> bool:
-    """Whether the output folder is known to belong to the run.
-
-    Raises:
-        OutputMismatch: it belongs to another run.
-    """
+    """Whether the output folder is known to belong to the run. Raises OutputMismatch if it belongs to another one."""
     if not (report.checkpoints / HOME).exists():  # a run of an earlier release, or a copy of a mirror
         return False
-    templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
     homes = Homes(report.checkpoints, None)
     try:
-        owned = [Ownership(report.folder, template, homes).check() for template in sorted(templates)]
+        owned = [Ownership(report.folder, template, homes).check() for template in report.templates]
     except OSError:
         return False  # the listing fails, too, and explains why
     return all(owned)
 
 
-def _list_advice(error: BaseException) -> str:
-    if http_status(error) == 404:
-        return "The repository may be gone, or have another name: restore it, or give the output's place with --output."
-    if http_status(error) in (401, 403):
-        return "Check the credentials and what they allow; for the hub, set HF_TOKEN or run hf auth login."
-    return "Check the network and the server, and run the same command again."
-
-
 def _is_ours(report: Report, path: str) -> bool:
-    """Whether a file is ours but no output: a staged file, or a checkpoint inside the output folder."""
+    """Whether a file is staged, or of a checkpoint inside the output folder."""
     if not report.folder.is_local():
         return False
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
 
 
 def _check_duplicates(report: Report) -> set[str]:
-    """The names of all committed files. Adds a problem if two commits name one file: one overwrote the other."""
+    """Returns the names of all committed files."""
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
     for chunk in report.chunks:
         for file in chunk.files:
@@ -184,13 +132,12 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full:
         if kind in REDO_KINDS:
             message += report.redo_advice
         report.add_problem(kind, message, chunk.rank, chunk.index, file.path)
-    # On the hub, a footer costs some requests of the limit; that the content is the committed one says as much.
+    # On the hub, a footer costs requests, and the hash says as much.
     if full and is_right and report.hub is None:
         _check_documents(report, chunk)
 
 
 def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str] | None:
-    """The kind and the description of a file's problem; None if it has none."""
     if not found.is_right(file):
         return file_problem(file, found.size(file))
     if not full and plain(file.path) not in found.touched:
@@ -219,8 +166,8 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
 
 
 def _count_documents(folder: DataFolder, path: str) -> int | None:
-    """The number of documents in a file; None if the file's format is unknown here."""
-    with suppress(ImportError, ValueError, OSError, EOFError):  # a name that does not tell the format, or no codec
+    """None: the file's format is unknown."""
+    with suppress(ImportError, ValueError, OSError, EOFError):
         known = format_of_file(path)
         if known is not None:
             compression = None if known.is_compressed else "infer"
@@ -236,36 +183,34 @@ class _Uncommitted:
         self._report = report
         self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
         self._ranks = {rank.key: rank for rank in report.ranks}
-        self._later: dict[tuple[str, int], tuple[RankLedger | None, set[str]]] = {}
-        self._published: dict[int, set[str] | None] = {}
-        self._tasks = report.tasks
-        templates = {str(rank.run["output_filename"]) for rank in report.ranks if "output_filename" in rank.run}
-        self._patterns = [output_pattern(template) for template in sorted(templates - {""})]
+        self._look_again = cache(partial(_look_again, report.checkpoints))
+        self._published = cache(partial(published_names, report.checkpoints))
+        self._patterns = [output_pattern(template) for template in report.templates if template]
 
     def check(self, path: str) -> None:
         if not self._patterns:
-            return  # no run.json can be read, so no file can be told from a foreign one
+            return  # no run.json can be read
         if path.startswith(f"{STAGING}/"):
             self._report.add_problem("foreign", f"{path}: {_STAGED}", path=path)
             return
         matches = [pattern.fullmatch(path) for pattern in self._patterns]
-        advice = f"{stray_advice(1)}."
+        advice = f"{STRAY_ADVICE}."
         if not any(matches):
             advice = _OF_ANOTHER_NAME
             if self._report.hub is not None:
-                return  # a repository holds other things, too: a card, other jobs' files
+                return  # a repository holds a card, and other jobs' files
         for match in filter(None, matches):
             key, chunk_index = rank_and_chunk(match)
             rank = self._ranks.get(key)
             if rank is not None and rank.state == "damaged":
-                return  # it may belong to a lost commit; the damage itself is reported
+                return  # it may belong to a lost commit
             now, files = self._look_again(key)
             if path in files:
                 return  # committed meanwhile
             rank = rank or now
             if rank is None:
-                if not key[0] and 0 < self._tasks <= key[1]:
-                    continue  # the job has fewer ranks, as far as their checkpoints tell: it ran with more tasks before
+                if not key[0] and 0 < self._report.tasks <= key[1]:
+                    continue  # it ran with more tasks before
                 place = name_place(*key)
                 advice = (
                     f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
@@ -279,18 +224,13 @@ class _Uncommitted:
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
     def _may_be_published(self, number: int, path: str) -> bool:
-        if number not in self._published:
-            self._published[number] = published_names(self._report.checkpoints, number)
-        known = self._published[number]
+        known = self._published(number)
         return known is None or path in known
 
-    def _look_again(self, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
-        """A rank as it is now, if it is there, and the files that it has committed: it may have gone on meanwhile."""
-        if key not in self._later:
-            folder = rank_folder(self._report.checkpoints / key[0], key[1])
-            self._later[key] = None, set()
-            if folder.exists():
-                now = read_rank(*key, folder, Want.COMMITS)
-                paths = {file.path for commit in now.commits.values() for file in commit.files}
-                self._later[key] = now, paths
-        return self._later[key]
+
+def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
+    folder = rank_folder(checkpoints / key[0], key[1])
+    if not folder.exists():
+        return None, set()
+    now = read_rank(*key, folder, Want.COMMITS)
+    return now, {file.path for commit in now.commits.values() for file in commit.files}

@@ -1,8 +1,6 @@
-"""WHAT a command looks at: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made into a folder to
-read.
+"""WHAT a command reads: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made into a folder.
 
-A mirror is copied into a temporary folder, because everything here reads files. What is said about the copy names the
-mirror instead (``Place.said``).
+A mirror is copied into a temporary folder. Messages name the mirror instead (``Place.said``).
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.ledger import RankLedger
-from datatrove_ckpt.checkpoint.lines import Json, is_count
+from datatrove_ckpt.checkpoint.lines import is_count
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import ConfigError, StorageFailed
@@ -50,7 +49,7 @@ class Place:
     tasks: int = 0
     logging_dir: str | None = None
     output: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
 
     @property
     def is_copy(self) -> bool:
@@ -58,29 +57,24 @@ class Place:
 
     @property
     def configured_output(self) -> str | None:
-        """The output folder that the YAML file names: where the files are now, whatever the checkpoint says."""
+        """Where the files are now, whatever the checkpoint says."""
         if not self.config:
             return None
         return self.output
 
     def refresh(self) -> None:
-        """Brings a copy up to date.
-
-        Raises:
-            StorageFailed, CheckpointCorrupt, ConfigError: see ``MirrorReader.refresh``.
-        """
+        """Raises as ``MirrorReader.refresh``."""
         if self.mirror is not None:
             self.mirror.refresh()
 
     def said(self, text: str) -> str:
-        """A text with the mirror's URL in place of the copy's path."""
+        """The text with the mirror's URL in place of the copy's path."""
         if not self.is_copy:
             return text
         return text.replace(str(self.folder), self.what)
 
 
 def is_config(what: str) -> bool:
-    """Whether WHAT is a YAML file."""
     if _URL.match(what):
         return False
     path = Path(what)
@@ -90,16 +84,15 @@ def is_config(what: str) -> bool:
 @contextmanager
 def open_place(
     what: str,
-    config: dict[str, Any] | None = None,
+    config: JsonObject | None = None,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     trusted: bool = False,
     overrides: Sequence[str] = (),
 ) -> Iterator[Place]:
-    """Finds what the user named. A mirror's copy is removed at the end.
+    """Finds what the user named: a folder, a URL, or a YAML file. A mirror's copy is removed at the end.
 
     Args:
-        what: a folder, a URL, or the name of a YAML file.
-        config: the content of that file.
+        config: the content of the YAML file.
         wanted: which files of a mirror are needed, by name and size in bytes.
         trusted: refuse versions of a mirror that are not sealed with the key, if there is one.
         overrides: that the file was read with, as they are typed.
@@ -151,7 +144,7 @@ def _named(what: str) -> tuple[Place, str | None]:
         return place, what
     root = place.folder
     checkpoints = root / "checkpoints"
-    with suppress(PermissionError):  # which the command says, once it reads the ranks
+    with suppress(PermissionError):  # the command says it later
         if checkpoints.is_dir() and not layout.rank_numbers(root):  # a run folder
             place.what = str(checkpoints)
             place.folder = checkpoints
@@ -170,28 +163,23 @@ def _looks_like_mirror(folder: Path) -> bool:
     try:
         first = next(iter(layout.rank_numbers(folder)), None)
         if first is None or (layout.rank_folder(folder, first) / layout.RUN).exists():
-            return False  # the usual case, found without fsspec
+            return False
         from datatrove_ckpt.mirror.reading import is_mirror
 
         return is_mirror(folder)
-    except PermissionError:  # which the command says, once it reads the ranks
+    except PermissionError:  # the command says it later
         return False
 
 
 # changing a mirror ----------------------------------------------------------------------------------------------------
 
-# ``repair`` changes a checkpoint of which only the mirror can be reached: in a restored copy, which is then uploaded
-# again. The output's files are removed before the upload. After a crash in between, the mirror still has
+# ``repair`` changes a restored copy of a mirror, which is then uploaded. After a crash in between, the mirror still has
 # the old commits, and the same command finds their files missing, and takes the commits back.
 
 
 @contextmanager
 def restored(place: Place) -> Iterator[Place]:
-    """The place with all ranks of a mirror restored in a temporary folder, to be changed there; another as it is.
-
-    Raises:
-        StorageFailed, CheckpointCorrupt, ConfigError: see ``mirror.restore``.
-    """
+    """The place with all ranks of a mirror restored in a temporary folder, to be changed there; another as it is."""
     if place.mirror is None:
         yield place
         return
@@ -203,11 +191,7 @@ def restored(place: Place) -> Iterator[Place]:
 
 
 def upload(place: Place, ranks: list[RankLedger]) -> None:
-    """Uploads the changed ranks, if they were restored from a mirror.
-
-    Raises:
-        StorageFailed: one could not be uploaded; the same command continues from there.
-    """
+    """Uploads the changed ranks, if they were restored from a mirror. The same command continues after a failure."""
     if place.mirror is None:
         return
     from datatrove_ckpt.mirror.changing import upload_rank  # fsspec is slow to import
@@ -219,7 +203,7 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
 # YAML ----------------------------------------------------------------------------------------------------------------
 
 
-def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | None]:
+def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
     executor = _arguments(config.get("executor"))
     tasks = executor.get("tasks")
     logging_dir = executor.get("logging_dir")
@@ -229,10 +213,8 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
     place = Place(str(local), local or Path(), [path], tasks=1, config=config)
     if isinstance(tasks, int) and is_count(tasks):
         place.tasks = tasks
-    if isinstance(logging_dir, str):
-        place.logging_dir = logging_dir
-    if isinstance(output, str):
-        place.output = output
+    place.logging_dir = _text(logging_dir)
+    place.output = _text(output)
     if runs_as_jobs or local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
@@ -240,8 +222,14 @@ def _named_by_config(path: str, config: dict[str, Any]) -> tuple[Place, str | No
     return place, None
 
 
-def _runs_as_jobs(config: dict[str, Any]) -> bool:
-    """On Hugging Face Jobs, whose disks nobody else sees."""
+def _text(value: object) -> str | None:
+    if isinstance(value, str):
+        return value
+    return None
+
+
+def _runs_as_jobs(config: JsonObject) -> bool:
+    """On Hugging Face Jobs, whose disks are not seen from elsewhere."""
     executor = config["executor"]
     return isinstance(executor, dict) and str(executor.get("class_path")).endswith("JobsPipelineExecutor")
 
@@ -271,8 +259,8 @@ def _mirror_has_more(local: Path, remote: str) -> bool:
         raise
 
 
-def _folders(path: str, executor: dict[str, Any], default: str | None) -> tuple[Path | None, str | None]:
-    """checkpoints_local_dir, None if it cannot be known on this node; and checkpoints_remote_dir, or ``default``."""
+def _folders(path: str, executor: JsonObject, default: str | None) -> tuple[Path | None, str | None]:
+    """checkpoints_local_dir, None if it cannot be known on this node; and the mirror."""
     found = _kept_steps(executor)
     if not found:
         raise ConfigError(f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint.")
@@ -280,9 +268,7 @@ def _folders(path: str, executor: dict[str, Any], default: str | None) -> tuple[
         several = ", ".join(f"pipeline[{index}]: {step['checkpoints_local_dir']}" for index, step in found.items())
         raise ConfigError(f"{path}: several steps keep a checkpoint. Give the folder of one of them: {several}.")
     ((index, step),) = found.items()
-    remote = step.get("checkpoints_remote_dir")
-    if not isinstance(remote, str):
-        remote = default
+    remote = _text(step.get("checkpoints_remote_dir")) or default
     try:
         return expand_path(f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"]), remote
     except ConfigError:
@@ -291,7 +277,7 @@ def _folders(path: str, executor: dict[str, Any], default: str | None) -> tuple[
         return None, remote
 
 
-def runner_arguments(config: dict[str, Any]) -> dict[str, Any]:
+def runner_arguments(config: JsonObject) -> JsonObject:
     """The init_args of the step with a checkpoint; empty if there is none, or several."""
     found = [*_kept_steps(_arguments(config.get("executor"))).values()]
     if len(found) != 1:
@@ -299,7 +285,7 @@ def runner_arguments(config: dict[str, Any]) -> dict[str, Any]:
     return found[0]
 
 
-def _kept_steps(executor: Json) -> dict[int, Json]:
+def _kept_steps(executor: JsonObject) -> dict[int, JsonObject]:
     """The init_args of the steps with a checkpoint, by their index in the pipeline."""
     pipeline = executor.get("pipeline")
     if not isinstance(pipeline, list):
@@ -308,8 +294,7 @@ def _kept_steps(executor: Json) -> dict[int, Json]:
     return {index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)}
 
 
-def _arguments(node: Any) -> dict[str, Any]:
-    """The init_args of a mapping with class_path; empty if there are none."""
+def _arguments(node: object) -> JsonObject:
     if isinstance(node, dict) and isinstance(node.get("init_args"), dict):
         return node["init_args"]  # type: ignore[no-any-return]
     return {}

@@ -1,9 +1,7 @@
-"""Changes the checkpoint of a rank on its mirror: restored into a local folder, and uploaded again.
+"""Changes the checkpoint of a rank on its mirror, for ``repair``: restored into a local folder, and uploaded again.
 
-``repair`` does so.
-
-The upload is a new version of a new owner. A node that still has the rank's folder sees that the mirror is further, and
-restores it at its next start. A process that still works on the rank stops when it sees the new owner.
+The upload is a new version of a new owner. A node that still has the rank's folder restores the version at its next
+start. A process that still works on the rank stops when it sees the new owner.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def upload_rank(url: str, folder: Path) -> None:
         folder: the rank's local folder. No process works on it.
 
     Raises:
-        StorageFailed: it could not be uploaded. The version before it is the newest one still.
+        StorageFailed: it could not be uploaded. The version before it stays the newest one.
     """
     snapshot = _snapshot(folder)
     uploads = Uploads(Versions(url))
@@ -77,13 +75,12 @@ def upload_rank(url: str, folder: Path) -> None:
 
 
 def upload_finished_ranks(url: str, root: Path) -> None:
-    """Uploads the finished ranks that a mirror lacks, retries among them.
+    """Uploads the finished ranks that a mirror lacks, retries among them: a mirror may be set later.
 
-    A mirror may be set later: ranks that are finished by then would never reach it. A remote that fails costs a
-    warning; the next start tries again.
+    A remote that fails costs a warning; the next start tries again.
 
     Args:
-        url: ``checkpoints_remote_dir``. That it is no mirror of before is checked already.
+        url: ``checkpoints_remote_dir``. ``check_job`` has refused the mirror of another run.
         root: ``checkpoints_local_dir``.
     """
     roots = [root, *layout.retry_folders(root)]

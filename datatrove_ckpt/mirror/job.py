@@ -1,10 +1,8 @@
 """``job.json`` of a mirror: the identity that all ranks of a job share, for nodes that see no other rank's folder.
 
-Ranks with disks of their own see each other on the mirror alone. datatrove skips finished ranks, so nobody restores
-them, and a job with another number of tasks would read their documents once more. So each rank that starts compares
-itself with the mirror's ``job.json``; if that is missing or another one, with the newest version of every rank that
-only the mirror has. Then its first upload
-writes ``job.json`` anew, and the next ranks read one object.
+Ranks with disks of their own see each other on the mirror alone. So each rank that starts compares itself with the
+mirror's ``job.json``; if that is missing or another one, with the newest version of every rank that only the mirror
+has. Then its first upload writes ``job.json`` anew, and the next ranks read one object.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, parse_run, refusal, stamped, way_back
-from datatrove_ckpt.checkpoint.job import Counts, JobChanges, KeptRun, compare_kept, job_content, name_tasks
-from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, is_journal, is_rank, rank_folder, refuse_resharded
+from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
+from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, is_journal, is_rank, rank_folder
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -38,17 +36,15 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         The ``job.json`` that the mirror lacks. The rank's mirror uploads it, because a remote may hang.
 
     Raises:
-        CheckpointMismatch: another rank belongs to another run; the message names each field with both values. Or see
-            ``refuse_resharded``.
+        CheckpointMismatch: another rank belongs to another run.
         ConfigError: the bucket does not exist.
     """
     store = ObjectStore(url)
     try:
-        refuse_resharded(root, store.names())
         job = _read_job(store)
         if job and not compare(job, identity, with_output=True):
             return None
-        others = _compare(store, root, job, identity, lambda change: True, rank)
+        others = _compare(store, root, job, identity, without=rank)
         if others.changes and (not accept_changes or others.is_layout):
             what = f"The checkpoints of other tasks on the mirror {store.url} ({name_tasks(others.ranks)}) were"
             raise refusal(what, others.changes, *way_back(others.changes))
@@ -58,21 +54,17 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         return None
 
 
-def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, counts: Counts) -> JobChanges:
+def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, only_tasks: bool) -> JobChanges:
     """Compares a job that is about to start with the ranks that only its mirror has. Changes nothing.
 
-    Each rank that starts does that, too, so a mirror that cannot be read is not said here.
-
-    Raises:
-        CheckpointMismatch: see ``refuse_resharded``.
+    Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
     """
     store = ObjectStore(url)
     try:
-        refuse_resharded(root, store.names())
         job = _read_job(store)
         if job and not compare(job, identity):
             return JobChanges()
-        return _compare(store, root, job, identity, counts)
+        return _compare(store, root, job, identity, only_tasks)
     except OSError:
         return JobChanges()
 
@@ -97,18 +89,23 @@ def _read_job(store: ObjectStore) -> Json:
 
 
 def _compare(
-    store: ObjectStore, root: Path, job: Json, identity: RunIdentity, counts: Counts, without: int | None = None
+    store: ObjectStore,
+    root: Path,
+    job: Json,
+    identity: RunIdentity,
+    only_tasks: bool = False,
+    without: int | None = None,
 ) -> JobChanges:
     ranks = [int(name) for name in store.names() if is_rank(name)]
     ranks = [rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()]
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
         kept = {rank: _kept(manifest) for rank, manifest in zip(ranks, found, strict=True) if manifest is not None}
-    return compare_kept(kept, job, identity, counts)
+    return compare_kept(kept, job, identity, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:
-    """The newest version of a rank that can be read. A rank that is restored refuses damaged ones."""
+    """Returns the newest version of a rank that can be read. A rank that is restored refuses damaged ones."""
     mirrored = Versions(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 

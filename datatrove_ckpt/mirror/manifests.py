@@ -5,13 +5,12 @@
     REMOTE/00000/objects/<nonce>-000034             a part of a file; never changed, shared by versions
     REMOTE/00000/copies/<nonce>-000034              a second copy of the same part
 
-The names of the objects are part of the format, so they keep the older words "claim" and "generation".
-``nonce`` is that of the owner (see ``checkpoint/identity.py``) that wrote the object, so two processes never write one
-object.
+The names of the objects are part of the format, so they keep the older words "claim" and "generation". ``nonce`` is
+that of the owner that wrote the object, so two processes never write one object.
 
-A version is complete if its manifest is intact and so is, of each of its objects, one of the two copies. Versions
-share objects, so with one copy a single bad byte would spoil all the versions that are kept. The object store itself
-makes the second copy, which costs a request and no transfer.
+A version is complete if its manifest is intact and so is, of each of its objects, one of the two copies. Versions share
+objects, so with one copy a single bad byte would spoil all the versions that are kept. The object store itself makes
+the second copy, which costs a request and no transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeVar
 
 import orjson
 import xxhash
@@ -35,7 +34,7 @@ from datatrove_ckpt.checkpoint.layout import (
     SHARD,
     is_journal,
 )
-from datatrove_ckpt.checkpoint.lines import is_count, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, has_right_types
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.sealing import Seal, without_seal
@@ -46,11 +45,6 @@ FORMAT = 1
 """Version of the format of everything below a rank's folder."""
 MAX_OBJECT_BYTES = 16 * 2**20
 """An object is put from memory, in one request."""
-
-RunJson: TypeAlias = dict[str, Any]
-"""The content of ``run.json``: plain JSON values, see ``checkpoint/identity.py``."""
-OwnerJson: TypeAlias = dict[str, Any]
-"""The owner in it: ``nonce``, ``host``, ``pid``, ``fence`` and ``earlier``."""
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_OWNERSHIP_BYTES = 2**16
@@ -101,7 +95,7 @@ class Part:
         return {name: value for name, value in asdict(self).items() if value or name != "sha256"}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Part:
+    def from_json(cls, data: Json) -> Part:
         """Raises TypeError or ValueError if a value cannot be one of ours."""
         part = cls(**data)
         if not _OBJECT.fullmatch(part.name) or not is_count(part.size) or not 0 < part.size <= _MAX_PART_BYTES:
@@ -123,14 +117,13 @@ class Manifest:
         when: the time of the upload, in ISO 8601.
     """
 
-    run: RunJson
+    run: Json
     files: dict[str, list[Part]]
     answers: list[Part]
     finished: bool
     when: str = ""
 
     def parts(self) -> Iterator[Part]:
-        """Every part, of the files and of the answers."""
         for parts in self.files.values():
             yield from parts
         yield from self.answers
@@ -146,7 +139,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, body: bytes, where: str) -> Manifest:
-        """Everything that is acted on is checked, because anybody may have written to the mirror.
+        """Checks everything that is acted on, because anybody may have written to the mirror.
 
         Args:
             where: the manifest's URL.
@@ -180,7 +173,7 @@ class Manifest:
         return manifest
 
 
-def contains_version(owner: OwnerJson, version: Version) -> bool:
+def contains_version(owner: Json, version: Version) -> bool:
     """Whether this owner's local checkpoint holds all that the version holds."""
     if version.nonce == owner["nonce"]:
         return True
@@ -190,7 +183,7 @@ def contains_version(owner: OwnerJson, version: Version) -> bool:
 
 
 def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset[int]]]:
-    """Rows of the request cache as the contents of objects, each with the ordinals of its documents."""
+    """Yields rows of the request cache as contents of objects, each with the ordinals of its documents."""
     lines: list[bytes] = []
     ordinals: set[int] = set()
     size = 0
@@ -217,7 +210,7 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
 
 
 def decode_answers(data: bytes) -> Iterator[CachedRequest]:
-    """The inverse of ``encode_answers``, for one object.
+    """Yields the rows of one object.
 
     Raises:
         Damaged: a line is no row of a request cache.
@@ -248,7 +241,7 @@ class Versions:
         self._seal = Seal(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
-        """All ownerships and versions, from one listing. The ownership that wins and the newest version come last."""
+        """Lists ownerships and versions. The ownership that wins and the newest version come last."""
         ownerships: list[Ownership] = []
         versions: list[Version] = []
         for match in filter(None, map(_NAME.fullmatch, self._store.names())):
@@ -262,17 +255,17 @@ class Versions:
         """Oldest first."""
         return self.listing()[1]
 
-    def write_ownership(self, ownership: Ownership, owner: OwnerJson) -> None:
+    def write_ownership(self, ownership: Ownership, owner: Json) -> None:
         """Makes this process the owner: every earlier owner stops when it sees the object."""
         self._store.put(ownership.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
 
     def owner_text(self, ownership: Ownership) -> str:
-        """The owner's host and process id, for an error message."""
+        """Returns the owner's host and process id, for an error message."""
         content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
         return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
     def newest(self, versions: list[Version], use: Callable[[Version], T], problems: list[str]) -> T | None:
-        """What ``use`` returns for the newest version that is not damaged; None if all are.
+        """Returns what ``use`` returns for the newest version that is not damaged; None if all are.
 
         Args:
             problems: gets what is wrong with the newer ones.
@@ -285,15 +278,13 @@ class Versions:
         return None
 
     def read_manifest(self, version: Version, trusted: bool = False) -> Manifest:
-        """Whoever can write to the mirror may have made it.
-
-        Args:
-            trusted: check the seal first, because what it says is restored.
+        """Args:
+            trusted: check the seal first, because the version is restored.
 
         Raises:
             Damaged: it is missing or damaged.
             CheckpointCorrupt, ConfigError: see ``Seal.check``.
-            VersionMismatch: a newer version of this program wrote it. Older ones than it lack work, so none is tried.
+            VersionMismatch: a newer version of this program wrote it. Older ones lack work, so none of them is tried.
         """
         body = unseal(self._store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
         if body is None:
@@ -321,7 +312,7 @@ class Versions:
         return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
     def read_object(self, part: Part) -> bytes:
-        """The part's bytes, from whichever copy is intact.
+        """Returns the part's bytes, from whichever copy is intact.
 
         Raises:
             Damaged: neither is.
@@ -335,7 +326,7 @@ class Versions:
         raise Damaged(f"object {part.name} is missing or damaged, and so is its copy")
 
     def list_objects(self) -> set[tuple[str, str]]:
-        """Folder and name of every object, of both copies. Names that are not ours are left out."""
+        """Returns folder and name of every object, of both copies. Foreign names are left out."""
         names = ((folder, name) for folder in ("objects", "copies") for name in self._store.names(folder))
         return {(folder, name) for folder, name in names if _OBJECT.fullmatch(name)}
 

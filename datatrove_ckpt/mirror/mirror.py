@@ -1,16 +1,15 @@
 """RemoteMirror: copies a rank's checkpoint to a remote while the rank works, one version after the other.
 
-A version is the checkpoint at one instant of the storage thread's order of effects (``checkpoint/rank_files.py``), see
-``uploads.py``.
+A version is the checkpoint at one instant of the storage thread's order of effects, see ``uploads.py``.
 
-All of this happens in a thread of its own. A remote that fails or hangs costs warnings, but no answer and no time. Only
-a rank's first output waits for a mark: a rank without it has published nothing, so output that it finds is another
-job's.
+The thread is its own, so a remote that fails or hangs costs warnings, but no answer and no time. Only a rank's first
+output waits for the mirror: a rank that the mirror does not know has published nothing, so output that it finds is
+another job's.
 
 Two processes may mirror one rank: a lost node that comes back, and its replacement. Each first takes ownership of the
 mirror, and a process that finds a newer owner stops with ``Fenced``. It looks at each upload, and before it publishes a
-chunk, which costs a listing. If the mirror does not answer, it publishes all the same: nobody can take the rank over
-there meanwhile.
+chunk, which costs a listing. If the mirror does not answer, it publishes all the same: no other process can take the
+rank over there meanwhile.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class RemoteMirror:
         folder: the rank's local folder.
         seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads and
             chooses a time between 5 and 600 seconds, so that uploading takes up to 5 % of the time.
-        shutdown: of the rank; by default of nobody.
         job: the ``job.json`` that the mirror lacks. It goes up first.
     """
 
@@ -104,7 +102,6 @@ class RemoteMirror:
         self._failure = "no answer"
 
     def start(self, source: Source) -> None:
-        """Starts the thread, which takes its snapshots from ``source``."""
         self._source = source
         self.shutdown.call(self._hurry)
         self._thread.start()
@@ -293,10 +290,10 @@ class RemoteMirror:
             raise _Interrupted
 
     def _take_snapshot(self, uploads: Uploads, stack: ExitStack) -> tuple[Snapshot, dict[str, IO[bytes]]]:
-        """A snapshot, and the files that have grown since the last one, each opened at its first new byte.
+        """Returns a snapshot, and the files that have grown since the last one, each opened at its first new byte.
 
         A commit between the snapshot and the opening removes a journal, and the history may be replaced. Then there is
-        a newer state, and we take that one. Once a journal is open, it can be read to its end even if it is removed.
+        a newer state, which is taken. Once a journal is open, it can be read to its end even if it is removed.
         """
         uploads.compact()
         for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):
@@ -330,7 +327,7 @@ class RemoteMirror:
 
 
 class _Interrupted(Exception):
-    """Nobody waits for this upload any more."""
+    """This upload has been given up."""
 
 
 def _blocks(file: IO[bytes], size: int) -> Iterator[bytes]:

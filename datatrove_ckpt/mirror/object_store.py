@@ -1,13 +1,12 @@
 """Small objects below a URL, through fsspec. Only this module changes what is stored there.
 
-Each method of ``Effects`` is one effect: it happened or it did not. ``put`` is the exception on file systems where a
-put is not atomic (local files; not S3): a kill may leave a part of the object. ``testing`` replaces ``effects`` to
-crash before or in the middle of any effect. Credentials come from the environment, as for every fsspec file system; a
-URL holds none.
+Each method of ``Effects`` is one effect: it happened or it did not, except ``put`` on file systems where a put is not
+atomic (local files; not S3): a kill may leave a part of the object. ``testing`` replaces ``effects`` to crash before or
+in the middle of any effect. Credentials come from the environment; a URL holds none.
 
 On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds an object only in a listing, which it keeps,
-and which may lag behind; so nothing that we know the name of is looked up there. In a repository each put would be a
-commit, of which the hub allows 128 an hour: a mirror there can only be read.
+and which may lag behind; so no known name is looked up there. In a repository each put would be a commit, of which the
+hub allows 128 an hour: a mirror there can only be read.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import missing_package, no_bars_in_logs
 from datatrove_ckpt.common.redaction import holds_credentials, refuse_variables
 from datatrove_ckpt.common.retrying import file_system_call, http_status, hub_refusal, lacks_bucket, s3_code
@@ -37,14 +36,13 @@ class Effects:
     """The operations that change the remote."""
 
     def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
-        """Writes ``data`` to the object, in place of what it held."""
         if _is_hub(fs):  # ``pipe_file`` would leave a copy in the temporary folder if it fails
             _put_on_hub(fs, path, data)
         else:
             fs.pipe_file(path, data)
 
     def put_file(self, fs: AbstractFileSystem, path: str, file: Path) -> None:
-        """The same with a file's content, which need not fit into memory."""
+        """Writes a file's content, which need not fit into memory, to the object."""
         if _is_hub(fs):
             _put_on_hub(fs, path, str(file))
         else:
@@ -55,7 +53,6 @@ class Effects:
         fs.cp_file(source, target)
 
     def delete(self, fs: AbstractFileSystem, path: str) -> None:
-        """Removes the object."""
         fs.rm_file(path)
 
 
@@ -99,12 +96,12 @@ class ObjectStore:
     """The objects below one URL, by their names. A name may contain folders.
 
     Args:
-        apart: keep no listing together with others of this process. Some file systems cannot list a folder in two
-            threads at one time.
+        apart: share no listing with others of this process. Some file systems cannot list a folder in two threads at
+            one time.
         options: of the file system, such as an endpoint; by default from the environment.
     """
 
-    def __init__(self, url: str, apart: bool = False, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, apart: bool = False, options: Mapping[str, object] | None = None) -> None:
         self.url = url.rstrip("/")
         self._is_local = get_protocol(url) in ("file", "local")
         options = dict(options or {})
@@ -132,12 +129,11 @@ class ObjectStore:
                 raise
 
     def put_file(self, name: str, file: Path) -> None:
-        """Writes a file's content to the object."""
         with file_system_call():
             effects.put_file(self._fs, self._path(name), file)
 
     def get_file(self, name: str) -> Iterator[bytes]:
-        """The object's content in blocks."""
+        """Yields the object's content in blocks."""
         with file_system_call(), self._fs.open(self._path(name), "rb", **self._streamed) as file:
             while block := file.read(_BLOCK):
                 yield block
@@ -151,12 +147,12 @@ class ObjectStore:
             effects.copy(self._fs, self._path(name), self._path(to))
 
     def remove(self, name: str) -> None:
-        """Removes an object. A missing one is no error."""
+        """Removes an object, if it is there."""
         with suppress(FileNotFoundError), file_system_call():
             effects.delete(self._fs, self._path(name))
 
     def read(self, name: str, most: int) -> bytes | None:
-        """The object's content, or None if there is no such object, or a larger one than ``most`` bytes."""
+        """Returns the object's content, or None if there is no such object, or one of more than ``most`` bytes."""
         try:
             with file_system_call():
                 data = bytes(self._fs.cat_file(self._path(name), start=0, end=most + 1, **self._streamed))
@@ -173,7 +169,7 @@ class ObjectStore:
         return None
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of the objects and folders directly in the folder; none if there is no such folder.
+        """Returns the names of the objects and folders directly in the folder.
 
         Raises:
             ConfigError: the bucket does not exist. Libraries report that as a missing file, too.
@@ -194,7 +190,7 @@ class ObjectStore:
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
 
     def times(self, folder: str = "") -> dict[str, float]:
-        """When each object directly in the folder was written, by the store's clock, in Unix seconds; else infinity."""
+        """Returns when each object directly in the folder was written, in Unix seconds of the store; else infinity."""
         path = self._path(folder)
         try:
             with file_system_call():
@@ -205,7 +201,7 @@ class ObjectStore:
         return {str(entry["name"]).rpartition("/")[2]: _written_at(entry) for entry in entries}
 
     def below(self, folder: str) -> list[str]:
-        """The names of all objects in the folder and in those below it."""
+        """Returns the names of all objects in the folder and in those below it."""
         with file_system_call():
             self._fs.invalidate_cache()
             found = self._fs.find(self._path(folder))
@@ -222,8 +218,8 @@ class ObjectStore:
         return f"{self._root}/{name}".rstrip("/")
 
 
-def _written_at(entry: dict[str, Any]) -> float:
-    """Of an entry of a listing; each file system has a name of its own for it."""
+def _written_at(entry: Json) -> float:
+    """Reads an entry of a listing; each file system has a name of its own for the time."""
     for key in ("uploaded_at", "LastModified", "updated", "last_modified", "mtime", "created"):
         value = entry.get(key)
         if isinstance(value, str):
@@ -236,7 +232,7 @@ def _written_at(entry: dict[str, Any]) -> float:
 
 
 def bucket_for(url: str) -> str | None:
-    """The bucket to use in place of a repository of the Hugging Face hub; None if the URL is in no repository."""
+    """Returns the bucket to use in place of a repository of the hub; None if the URL is in no repository."""
     if get_protocol(url) != "hf" or url.startswith("hf://buckets/"):
         return None
     return _REPOSITORY.sub(r"hf://buckets/\1", url)

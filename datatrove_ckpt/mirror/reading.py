@@ -1,7 +1,7 @@
 """Reads a mirror without taking part in the run: nothing is written there, and no ownership is taken.
 
 ``status``, ``report`` and ``verify`` look at local files. So they get some files of the newest complete version of each
-rank, in a folder of their own. A rank that is not finished gets an empty lock file, which says so to all of them.
+rank, in a folder of their own. A rank that is not finished gets an empty lock file, which marks it as unfinished.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Wanted = Callable[[str, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class CopiedRank:
-    """A rank that was copied. ``when``: the time at which its version was uploaded, in Unix seconds."""
+    """A rank that was copied. ``when``: of its upload, in Unix seconds."""
 
     version: Version
     when: float | None
 
 
 class MirrorReader:
-    """Copies what is wanted of a mirror into a local folder, and brings the copy up to date when asked again.
+    """Copies what is wanted of a mirror into a local folder, and brings the copy up to date at each ``refresh``.
 
     Args:
         url: ``checkpoints_remote_dir``.
@@ -66,7 +66,6 @@ class MirrorReader:
         """
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
-                layout.refuse_resharded(self._folder, self._store.names())
                 names = list(rank_names(self._store))
                 for name, copied in zip(names, threads.map(self._copy, names), strict=True):
                     if copied is not None:
@@ -108,7 +107,7 @@ class MirrorReader:
 
 
 def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
-    """The error for a mirror that cannot be read. ``advice``: more of it, with a space before it."""
+    """Returns the error for a mirror that cannot be read. ``advice``: more of it, with a space before it."""
     return StorageFailed(
         f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, credentials) and run the same "
         f"command again.{advice}"
@@ -116,7 +115,7 @@ def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
 
 
 def rank_names(store: ObjectStore) -> Iterator[str]:
-    """The folders of all ranks, such as "00000" or "retry-00001/00000"."""
+    """Yields the folders of all ranks, such as "00000" or "retry-00001/00000"."""
     for name in store.names():
         if layout.is_rank(name):
             yield name
@@ -125,7 +124,7 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
 
 
 def holds_ranks(url: str) -> set[str]:
-    """The names of the ranks' folders directly below a URL.
+    """Returns the names of the ranks' folders directly below a URL.
 
     Raises:
         StorageFailed: it cannot be read.

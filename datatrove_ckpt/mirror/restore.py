@@ -13,13 +13,12 @@
     a folder         cannot be reached                    the folder is used, with a warning
     either           a bucket that does not exist         refused: without a mirror, a lost node costs all its work
 
-``run.json`` and the versions name owners by their nonces, which tell who made what. Choosing the checkpoint that is
-further ahead never mixes two of them: what only the other one knew is requested again, and chunks that only the other
-one had committed are written again, over the files that exist.
+``run.json`` and the versions name owners by their nonces. Choosing the checkpoint that is further ahead never mixes
+two of them: what only the other one knew is requested again, and chunks that only the other one had committed are
+written again, over the files that exist.
 
 The folder is built beside its final place and renamed, so a crash leaves nothing or all of it. A restored checkpoint
-gets a new owner. Its ``earlier`` owners include those of damaged versions, so these are not tried again at the next
-start.
+gets a new owner. Its ``earlier`` owners include those of damaged versions, so these are not tried again.
 """
 
 from __future__ import annotations
@@ -42,14 +41,13 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import sealed_json
+from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
     Manifest,
-    OwnerJson,
     Part,
     Version,
     Versions,
@@ -66,8 +64,6 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
     """Restores what this node lacks of a rank, see ``restore``.
 
     Args:
-        url: ``checkpoints_remote_dir``.
-        root: ``checkpoints_local_dir``.
         retries: restore the rank's retries of dead letters, too.
     """
     folder = rank_folder(root, rank).name
@@ -97,7 +93,7 @@ def restore(url: str, folder: Path) -> None:
         ConfigError: the bucket does not exist.
     """
     # A folder without run.json holds no checkpoint.
-    owner: OwnerJson | None = None
+    owner: Json | None = None
     if (folder / RUN).exists():
         owner = read_run(folder / RUN).get("owner", {"nonce": ""})
     mirrored = Versions(url)
@@ -137,7 +133,7 @@ def _look_at_seal(mirrored: Versions, version: Version) -> None:
         logger.warning(f"{error} This node does not need it; what it uploads from now on is sealed with this key.")
 
 
-def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, owner: OwnerJson | None) -> None:
+def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, owner: Json | None) -> None:
     if owner is not None:
         _refuse_unrelated(mirrored, versions, folder, owner)
     files.disk.make_dirs(folder.parent)
@@ -164,7 +160,7 @@ def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, o
         )
 
 
-def _refuse_unrelated(mirrored: Versions, versions: list[Version], folder: Path, owner: OwnerJson) -> None:
+def _refuse_unrelated(mirrored: Versions, versions: list[Version], folder: Path, owner: Json) -> None:
     ours = {owner["nonce"], *owner.get("earlier", ())}
     theirs = {version.nonce for version in versions}
     for version in versions:
@@ -245,7 +241,7 @@ def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
 
 
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
-    """Renames the existing folder, unless a process works on it. Returns its new path; None if there was no folder."""
+    """Renames the existing folder, unless a process works on it. Returns its new path, if there was a folder."""
     if not folder.exists():
         return None
     stack.callback(files.Lock(folder / LOCK).release)

@@ -1,10 +1,11 @@
-"""Versions may be sealed with a key: without the key no version can be made or changed. The key is in the environment
-and nowhere else. The seal is an HMAC-SHA256 of the manifest, the name of the version and the rank's place on the
-mirror. So a manifest cannot be changed, renumbered, or moved to another rank. A sealed manifest names the SHA-256 of
-each object, because xxh128 finds damage, but not intent.
+"""Seals of versions, made with a key that is in the environment and nowhere else.
 
-What a seal cannot show: whoever can write to the mirror can remove versions, and an older sealed version then is the
-newest one. Only a node that still has its folder notices that. And they can stop a run, by claiming the mirror.
+Without the key no version can be made or changed. The seal is an HMAC-SHA256 of the manifest, the name of the version
+and the rank's place on the mirror. So a manifest cannot be changed, renumbered, or moved to another rank. A sealed
+manifest names the SHA-256 of each object, because xxh128 finds damage, but not intent.
+
+What a seal cannot show: a writer can remove versions from the mirror, and an older sealed version then is the newest
+one. Only a node that still has its folder notices that. A writer can also stop a run, by claiming the mirror.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Seal:
             )
 
     def add(self, name: str, body: bytes) -> bytes:
-        """The manifest's JSON with its seal, if there is a key. ``name``: of the version's object."""
+        """Returns the manifest's JSON with its seal, if there is a key. ``name``: of the version's object."""
         if self._key is None:
             return body
         return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
@@ -93,7 +94,6 @@ class Seal:
 
 
 def without_seal(body: bytes) -> bytes:
-    """A manifest's JSON without its seal."""
     sealed = _SEALED.fullmatch(body)
     if sealed is None:
         return body

@@ -2,8 +2,8 @@
 
 Each version sends only what is new: files only grow, so their new bytes become a new object, and so do new answers of
 unfinished documents. Then the manifest is written, which completes the version, and what the last three versions do not
-need is removed. A kill in between leaves the version before intact, and objects that no version needs. The next process
-removes those.
+need is removed. A kill in between leaves the version before intact, and objects that no version needs, which the next
+process removes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import Fenced
@@ -21,7 +22,6 @@ from datatrove_ckpt.mirror.manifests import (
     Manifest,
     Ownership,
     Part,
-    RunJson,
     Version,
     Versions,
     encode_answers,
@@ -39,8 +39,8 @@ class Uploads:
     """The parts that are uploaded, and the versions made of them.
 
     For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then ``publish``. Parts that
-    were added and not published stay, and the next version uses them. Objects of earlier owners are not used again:
-    they may be damaged, and a process starts with little to upload.
+    were added and not published stay for the next version. Objects of earlier owners are not used again: they may be
+    damaged, and a process starts with little to upload.
     """
 
     def __init__(self, versions: Versions) -> None:
@@ -49,7 +49,7 @@ class Uploads:
         self.owns_mirror = False
         """Whether this process has taken ownership of the mirror."""
         self._versions = versions
-        self._run: RunJson = {}
+        self._run: Json = {}
         self._files: dict[str, list[Part]] = {}
         self._generations: dict[str, int] = {}
         """Of files that may be replaced, by name: the one whose bytes are uploaded, if this process did that."""
@@ -67,7 +67,6 @@ class Uploads:
     # objects ---------------------------------------------------------------------------------------------------
 
     def uploaded_bytes(self, name: str) -> int:
-        """How many bytes of the file are uploaded."""
         return sum(part.size for part in self._files.get(name, ()))
 
     def forget_replaced(self, snapshot: Snapshot) -> None:
@@ -87,7 +86,7 @@ class Uploads:
             self._answers.clear()
             self.last_answer = 0
 
-    def start_version(self, run: RunJson, snapshot: Snapshot) -> None:
+    def start_version(self, run: Json, snapshot: Snapshot) -> None:
         """Drops the parts that the snapshot no longer needs. The first call takes ownership of the mirror.
 
         Raises:
@@ -115,7 +114,6 @@ class Uploads:
             self._versions.write_manifest(Version(1, self._nonce), Manifest(self._run, {}, [], False), _now())
 
     def add(self, name: str, data: bytes) -> None:
-        """Uploads the file's next bytes."""
         self._files.setdefault(name, []).append(self._put_part(data))
 
     def add_answers(self, snapshot: Snapshot) -> None:
@@ -171,7 +169,7 @@ class Uploads:
         return True
 
     def _next_version(self, versions: list[Version]) -> Version:
-        """This owner's first number skips as many numbers as there were owners, its later ones skip none.
+        """Skips, at this owner's first number, as many numbers as there were owners.
 
         An earlier owner that listed the mirror before we took ownership may still write one version. Ours must be
         newer. It is: if that version is the earlier owner's first one, it skips fewer numbers.
@@ -184,10 +182,8 @@ class Uploads:
         return Version(1 + max([self._number_floor, *own]), self._nonce)
 
     def list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
-        """Lists ownerships and versions.
-
-        Raises:
-            Fenced: another process has taken ownership.
+        """Raises:
+        Fenced: another process has taken ownership.
         """
         ownerships, versions = self._versions.listing()
         if ownerships and self._ownership is not None and ownerships[-1] > self._ownership:

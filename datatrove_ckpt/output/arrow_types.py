@@ -1,9 +1,9 @@
 """The Arrow type of Python values, and the one type that holds the values of two, without changing any value.
 
 Arrow's own inference and its ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time beside a
-date loses the time of day, a time zone beside none is dropped, text beside bytes becomes bytes. So only what is named
-here is united: no value with anything, integers of any widths, integers with floats (Arrow refuses those that a float
-cannot hold), decimals, times of any unit, times of any two zones (as UTC), dicts and lists of those.
+date loses the time of day, a time zone beside none is dropped, text beside bytes becomes bytes. So only these are
+united: no value with anything, integers of any widths, integers with floats (Arrow refuses those that a float cannot
+hold), decimals, times of any unit, times of any two zones (as UTC), dicts and lists of those.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 # pyarrow has no types.
 DataType: TypeAlias = Any
+Field: TypeAlias = Any
 Schema: TypeAlias = Any
 Row: TypeAlias = dict[str, Any]
 
@@ -28,7 +29,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class NotUnited(Exception):
-    """Two types of one column. ``column``: a path as in ``metadata.scores[]``."""
+    """Two types of one column, which is a path as in ``metadata.scores[]``."""
 
     def __init__(self, column: str, old: object, new: object) -> None:
         super().__init__(column, old, new)
@@ -40,7 +41,7 @@ class NotUnited(Exception):
         return f"column {self.column!r} has values of the types {self.old} and {self.new}"
 
 
-def type_of(values: list[Any], column: str) -> DataType:
+def type_of(values: list[object], column: str) -> DataType:
     """The type of a column with these values.
 
     Raises:
@@ -51,7 +52,7 @@ def type_of(values: list[Any], column: str) -> DataType:
 
     by_type_alone = {bool: pa.bool_(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
     found = pa.null()
-    kinds = dict.fromkeys(map(type, values))  # no set: the order of keys may depend on the order of the values
+    kinds = dict.fromkeys(map(type, values))  # no set: order counts
     for kind in kinds:
         if kind is type(None):
             continue
@@ -64,7 +65,7 @@ def type_of(values: list[Any], column: str) -> DataType:
 
 
 def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
-    """The type of values of one Python type that does not tell it by itself. Times may differ in their zones."""
+    """The type of values of one Python type that alone does not decide it."""
     import pyarrow as pa
 
     if kind is dict:
@@ -93,21 +94,20 @@ def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
 
 
 def is_vector(value: object) -> bool:
-    """Whether it is an array of those that become fixed-size lists if they have one length, such as embeddings."""
+    """Whether it becomes a fixed-size list among others of its length, such as an embedding."""
     return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == np.float32 and value.size > 0
 
 
 def is_any_list(kind: DataType) -> bool:
-    """Whether a type is that of lists, of one length or of any."""
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _struct(values: list[dict[Any, Any]], column: str) -> DataType:
+def _struct(values: list[dict[object, object]], column: str) -> DataType:
     import pyarrow as pa
 
-    columns: dict[str, list[Any]] = {}
+    columns: dict[object, list[object]] = {}
     for value in values:
         for key, item in value.items():
             columns.setdefault(key, []).append(item)
@@ -155,7 +155,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
         for field in new:
             fields[field.name] = unite(fields.get(field.name), field.type, f"{column}.{field.name}")
         return pa.struct(list(fields.items()))
-    if is_any_list(old) and is_any_list(new):  # two fixed sizes, or one and any, are of any size
+    if is_any_list(old) and is_any_list(new):
         return pa.list_(unite(old.value_type, new.value_type, f"{column}[]"))
     both = _unite_leaves(old, new)
     if both is None:
@@ -164,7 +164,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
 
 
 def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
-    """Arrow's own common type of two that are neither equal nor nested, if no value changes; else None."""
+    """Arrow's own common type of two that are neither equal nor nested, if no value changes."""
     import pyarrow as pa
 
     types = pa.types

@@ -1,8 +1,7 @@
 """ChunkOutput: the documents of a finished chunk -> any DiskWriter -> staged files -> published in one step.
 
-Files appear under their final names complete or not at all. They are staged in the checkpoint's folder, and then get
-their names, or are uploaded (see ``targets.py``). The writer does not notice: each chunk gets a fresh copy of it, with
-our file manager (see ``file_managers.py``).
+Files are staged in the checkpoint's folder, and then get their names, or are uploaded (see ``targets.py``). Each chunk
+gets a fresh copy of the writer, with our file manager (see ``file_managers.py``).
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.targets import StagedChunk, make_target
+from datatrove_ckpt.output.targets import make_target
 
 
 class ChunkOutput:
     """Writes the chunks of one rank, one after the other.
 
     Args:
-        folder: the rank's output folder. Its writer is copied for each chunk, and never opened itself.
-        lease: knows the rank's commits. The target checks it before a further attempt to upload or to commit.
+        folder: the rank's output folder. Its writer is never opened itself.
         pace: when files that are uploaded to the hub are committed.
     """
 
@@ -49,19 +47,13 @@ class ChunkOutput:
         """Puts the files of written chunks in place."""
 
     def check_complete(self) -> None:
-        """Call it when all chunks are committed.
-
-        Raises:
-            OutputMismatch: committed files are missing or changed, files are there that no commit names, or the folder
-                belongs to another run.
-        """
+        """Call it when all chunks are committed. Raises OutputMismatch if the folder is not as the commits say."""
         self._check.refuse_unknown(*self._look())
 
     def _commits(self) -> RankCommits:
-        return RankCommits(self._check.root, self._rank, read=self._lease.read_commits)
+        return RankCommits(self._check.root, self._rank, read=self._lease.read_rank)
 
     def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
-        """Lists the folder, and refuses it if committed files are missing or changed."""
         commits = self._commits()
         found = self._folder.look(commits, others)
         self._target.settle(commits, found)
@@ -69,19 +61,17 @@ class ChunkOutput:
         return commits, found
 
     def prepare(self) -> None:
-        """Removes the files that earlier processes staged and did not publish, and makes the staging folder.
+        """Compares the folder with the commits, and removes what earlier processes staged.
 
         Raises:
-            OutputMismatch: files that earlier attempts committed are missing or changed, other files have their
-                names, or the folder belongs to another run.
-            StorageFailed, OutputFailed: the output folder cannot be written to. It is checked here, before the first
-                request is paid for.
+            OutputMismatch: the folder is not as the commits say, or belongs to another run.
+            StorageFailed, OutputFailed: the folder cannot be written to. Checked before the first request.
         """
         is_first = self._folder.is_first
         if not is_first:
             self._folder.check_access()
         self._intents = Intents(self._folder.scratch)
-        # On the hub others' files are only looked for where all ranks are compared: that is one listing, and not many.
+        # On the hub, others' files are only looked for where all ranks are compared, in one listing.
         is_elsewhere = self._folder.hub is None
         others = not is_first and (is_elsewhere or not self._intents.is_kept)
         if others or self._commits().files:
@@ -101,7 +91,7 @@ class ChunkOutput:
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
     def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Refuses files that this rank has not published. Of a rank that kept no intents, all are its own."""
+        """Of a rank that kept no intents, all files are its own."""
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return
@@ -118,12 +108,12 @@ class ChunkOutput:
         self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
 
     def stop(self) -> None:
-        """Ends the wait for uploads and commits under way. The next process publishes those chunks again."""
+        """Ends the wait for uploads and commits. The next process publishes those chunks again."""
         self._folder.calls.stop()
         self.placement.stop()
 
     def finish(self) -> None:
-        """Removes the staging folder. Nothing may be staged after that."""
+        """Call it when nothing is staged any more."""
         files.disk.remove_tree(self._target.staging.parent)
         self._target.finish()
 
@@ -144,7 +134,7 @@ class ChunkOutput:
             if not self._has_published:
                 self._folder.claim()
                 self._has_published = True
-            return self._target.publish(StagedChunk(chunk_index, staging, staged.finished), self._intents)
+            return self._target.publish(chunk_index, staged, self._intents)
         except OutputMismatch:
             files.disk.remove_tree(staging)
             raise

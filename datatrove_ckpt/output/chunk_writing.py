@@ -1,7 +1,4 @@
-"""Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all of them.
-
-See ``column_types`` for what that schema is, and why.
-"""
+"""Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -18,9 +14,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.arrow_types import NotUnited, Schema
+from datatrove_ckpt.output.arrow_types import DataType, NotUnited, Schema
 from datatrove_ckpt.output.column_types import (
-    OWN_SCHEMA_ADVICE,
     SCHEMA_ADVICE,
     ColumnTypes,
     RankColumns,
@@ -43,11 +38,7 @@ _BATCH = 1000
 
 
 class ChunkWriting:
-    """Writes the chunks of one rank, one after the other, into staged files.
-
-    Attributes:
-        columns: the types of the columns of the chunks so far, if the writer finds them out by itself.
-    """
+    """Writes the chunks of one rank, one after the other, into staged files."""
 
     def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
         self.columns = RankColumns()
@@ -57,10 +48,7 @@ class ChunkWriting:
         self._names = names
 
     def resume(self, committed: Iterable[CommittedFile]) -> None:
-        """Learns the types of the first file that earlier attempts committed.
-
-        A remote file is not read for that: ``verify --full`` compares all files.
-        """
+        """Learns the types of the first file that earlier attempts committed, if it is on a disk."""
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():
             return
@@ -145,36 +133,27 @@ class ChunkWriting:
             raise _NotWritten(finished) from error
 
     def _failure(
-        self, chunk_index: int, documents: Iterable[Finished], error: _NotWritten, known: dict[str, Any]
+        self, chunk_index: int, documents: Iterable[Finished], error: _NotWritten, known: dict[str, DataType]
     ) -> OutputFailed:
-        """``known``: the types of the columns of the chunks before."""
         cause = error.__cause__
+        what = f"Chunk {chunk_index}"
+        why = f"{type(cause).__name__}: {cause}"
+        advice = "Fix the writer (its adapter, its schema; new code of it needs accept_changes=True)"
         writer = self._copy(None)
-        kind = type(self._writer).__name__
         culprit = None
-        with suppress(Exception):  # a user's adapter may raise anything, and other writers have no schema
-            if writer.schema is None:
-                advice = SCHEMA_ADVICE
-            else:
-                advice = OWN_SCHEMA_ADVICE
+        with suppress(Exception):  # of a user's adapter; other writers have no schema
             culprit = name_culprit(writer, documents, self._decode, known)
         if culprit is not None:
-            return OutputFailed(
-                f"Chunk {chunk_index} could not be written by {kind}: {culprit}. {advice}. The chunk's "
-                "journal is kept: run the same command again, and no request is sent twice."
-            )
-        if error.finished is None:
-            return OutputFailed(
-                f"Chunk {chunk_index} could not be written by {kind}: {type(cause).__name__}: {cause}. Its journal is "
-                "kept: fix the writer and run the same command again (new code of it needs accept_changes=True)."
-            )
-        name = "(unreadable)"
-        with suppress(Exception):
-            name = repr(decode(error.finished.document).id)
+            why = culprit
+            advice = SCHEMA_ADVICE
+        elif error.finished is not None:
+            name = "(unreadable)"
+            with suppress(Exception):
+                name = repr(decode(error.finished.document).id)
+            what = f"Document {name} (number {error.finished.ordinal} of this rank)"
         return OutputFailed(
-            f"Document {name} (number {error.finished.ordinal} of this rank) could not be written by {kind}: "
-            f"{type(cause).__name__}: {cause}. Its chunk's journal is kept: fix the writer (its adapter, its schema) "
-            "and run the same command again (a new adapter needs accept_changes=True)."
+            f"{what} could not be written by {type(self._writer).__name__}: {why}. {advice}. The chunk's journal is "
+            "kept: run the same command again, and no request is sent twice."
         )
 
     def _copy(self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len) -> DiskWriter:
@@ -184,8 +163,7 @@ class ChunkWriting:
             schema: that of the chunk, if the writer has none.
             inspect: gets each batch of rows before it is written. ``len`` changes nothing.
         """
-        # A deep copy, because writers keep counters, batches and open files in attributes of their own. The user's
-        # writer was never written to, so there is nothing open to copy. Its file manager is replaced.
+        # A deep copy: writers keep counters, batches and open files. The user's writer has nothing open.
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
@@ -198,8 +176,7 @@ class ChunkWriting:
 
 
 class _NotWritten(Exception):
-    """With the cause as ``__cause__``, and the document that was being written, if it was one."""
+    """``finished``: the document that was being written."""
 
     def __init__(self, finished: Finished | None = None) -> None:
-        super().__init__()
         self.finished = finished

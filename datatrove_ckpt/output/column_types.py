@@ -1,35 +1,27 @@
 """The column types of Parquet chunks: of all documents of a chunk, not of the first one; do the files load as one?
 
 datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the first document of
-each batch. So a column that is None at first and text later fails, and a column that comes later is left out without
-a word. Here a chunk's schema is the union of what all its documents hold: null with any type is that type, integers
-with floats are float64, dicts have the keys of all. ``arrow_types`` says which types can be united.
+each batch: a column that is None at first fails later, and a new column is left out silently. Here a chunk's schema is
+the union over all its documents: null with any type is that type, integers with floats are float64, dicts have the keys
+of all. It depends on nothing else: chunks finish in any order and are written again after a kill. So what lets files
+load as one must hold for each chunk alone. Loaders (``pyarrow.dataset``, ``datasets``) take the columns of the first
+file, and convert the others (measured, Arrow 26 and datasets 5.2):
 
-A schema depends on nothing but the documents of its chunk. Chunks finish in any order and are written again after a
-kill, so a schema that also depended on other chunks would either depend on when they finished, or hold up every chunk
-behind a slow one. So what lets files load as one must hold for each chunk alone. Loaders (``pyarrow.dataset``,
-``datasets``) take the columns of the first file, and convert the others (measured, Arrow 26 and datasets 5.2):
-
-- A column without any value is written as text, also inside lists and dicts. With Arrow's null type nothing but null
-  could follow it. Text without a value converts to numbers, dates, booleans and bytes. In a first file it makes texts
-  of the numbers, dates and booleans of later ones, and does not load with bytes.
+- A column without any value is written as text, also inside lists and dicts: only null could follow Arrow's null type.
+  Text without a value converts to numbers, dates, booleans and bytes. In a first file it makes texts of the numbers,
+  dates and booleans of later files, and does not load with bytes. The field's metadata marks it.
 - A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
-- A first file that lacks a column or a key, has integers where a later one has floats, or no value where a later one
-  has anything but text, cannot be known to be wrong when it is written. Only a ``schema`` given to the writer helps. It
-  is obeyed as it is. Such a chunk is warned about when it is written, and ``verify --full`` names both files.
-- Types that cannot be united at all, such as text and integers, stop the rank before the second of them is published.
+- The other way round cannot be known when the first file is written. Only a ``schema`` given to the writer helps. Such
+  a chunk is warned about when it is written, and ``verify --full`` names both files.
+- Types that cannot be united, such as text and integers, stop the rank before the second of them is published.
 
-A field that was written as text because it had no value is marked in its metadata, to tell it from text.
-
-In the common case all chunks have one schema. So a chunk is first written with that of the chunk before, while its
-own is found out, and once more only if they differ: the second of two passes over the journal, in memory one batch.
+A chunk is first written with the schema of the chunk before, while its own is found out, and once more if they differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from datatrove.data import Document
 from datatrove.io import DataFolder
@@ -37,7 +29,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import NotUnited, Row, Schema, type_of, unite
+from datatrove_ckpt.output.arrow_types import DataType, Field, NotUnited, Row, Schema, type_of, unite
 from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.output.given_schema import check_rows
 
@@ -46,7 +38,7 @@ _NO_VALUE = {b"datatrove_ckpt": b"no value"}
 
 
 def infers_schema(writer: DiskWriter) -> bool:
-    """Whether the writer finds out the schema from the documents, as datatrove's ParquetWriter does."""
+    """Whether the writer finds out the schema from the documents."""
     return PARQUET.is_written_by(writer) and writer.schema is None
 
 
@@ -61,7 +53,7 @@ class ColumnTypes:
     """
 
     def __init__(self, guess: Schema | None = None) -> None:
-        self.types: dict[str, Any] = {}
+        self.types: dict[str, DataType] = {}
         self._guess = raw_types(guess or ())
 
     def add(self, rows: list[Row]) -> None:
@@ -74,13 +66,12 @@ class ColumnTypes:
                 raise NotUnited(name, guess, kind)
 
     def schema(self) -> Schema:
-        """The schema of all rows that were added."""
         import pyarrow as pa
 
         return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
 
 
-def _writable(field: Any) -> Any:
+def _writable(field: Field) -> Field:
     """The field with text where there is no value, and a key in a dict that has none: Parquet has no such dicts."""
     import pyarrow as pa
 
@@ -95,7 +86,7 @@ def _writable(field: Any) -> Any:
     return field
 
 
-def raw_type(field: Any) -> Any:
+def raw_type(field: Field) -> DataType:
     """The type from which ``_writable`` made the field."""
     import pyarrow as pa
 
@@ -112,19 +103,18 @@ def raw_type(field: Any) -> Any:
     return kind
 
 
-def raw_types(schema: Schema) -> dict[str, Any]:
-    """The type of each column of a file, with Arrow's null type where it has no value."""
+def raw_types(schema: Schema) -> dict[str, DataType]:
     return {field.name: raw_type(field) for field in schema}
 
 
 def name_culprit(
-    writer: DiskWriter, documents: Iterable[Finished], decode: Callable[[bytes], Document], known: dict[str, Any]
+    writer: DiskWriter, documents: Iterable[Finished], decode: Callable[[bytes], Document], known: dict[str, DataType]
 ) -> str | None:
     """Which document cannot be written, and why, found row by row. None: every row alone can.
 
     Args:
         documents: it is read twice.
-        known: the types that the chunks before have, if the writer has no schema.
+        known: the types of the chunks before, if the writer has no schema.
     """
 
     def find(check: Callable[[Row], object], where: str) -> str | None:
@@ -152,7 +142,7 @@ def name_culprit(
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
-    """The schema of a Parquet file; None if it has none that can be read, or pyarrow is not installed."""
+    """The schema of a Parquet file; None if it cannot be read, or pyarrow is not installed."""
     try:
         import pyarrow.parquet as pq
 
@@ -163,10 +153,9 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
 
 
 SCHEMA_ADVICE = (
-    "Give ParquetWriter a schema, or an adapter that sets one type (a new adapter needs accept_changes=True)"
+    "Give ParquetWriter a schema that fits, or an adapter that sets one type (a new adapter needs accept_changes=True)"
 )
 """What to do about column types."""
-OWN_SCHEMA_ADVICE = "Correct that column in the schema that ParquetWriter was given, or add it"
 
 
 @dataclass(frozen=True)
@@ -175,8 +164,7 @@ class Misfit:
 
     Attributes:
         column: a path as in ``metadata.scores[]``.
-        first: its type in the first file, ``missing`` or ``without a value``.
-        later: its type in the later file, or ``without a value``.
+        first, later: its type in each file, ``missing`` or ``without a value``.
     """
 
     column: str
@@ -185,7 +173,6 @@ class Misfit:
 
 
 def warning(found: list[Misfit], chunk_index: int) -> str:
-    """What to tell the user of a rank, whose chunk this is."""
     columns = "; ".join(
         f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one" for one in found
     )
@@ -196,7 +183,7 @@ def warning(found: list[Misfit], chunk_index: int) -> str:
 
 
 def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
-    """Why a file does not load after another one, or not as what it is. ``inside``: a struct's column, a dot."""
+    """Why a file does not load after another one. ``inside``: a struct's column, a dot."""
     known = {field.name: field for field in first}
     found: list[Misfit] = []
     for field in later:
@@ -207,7 +194,7 @@ def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
     return found
 
 
-def _misfits(first: Any, later: Any, column: str) -> Iterator[Misfit]:
+def _misfits(first: Field, later: Field, column: str) -> Iterator[Misfit]:
     import pyarrow as pa
 
     old = first.type
@@ -229,7 +216,7 @@ def _misfits(first: Any, later: Any, column: str) -> Iterator[Misfit]:
         yield Misfit(column, str(old), str(new))
 
 
-def _takes(old: Any, new: Any, column: str) -> bool:
+def _takes(old: DataType, new: DataType, column: str) -> bool:
     import pyarrow as pa
 
     if old.equals(new):
@@ -242,8 +229,8 @@ def _takes(old: Any, new: Any, column: str) -> bool:
     return bool(both.equals(old) or (pa.types.is_timestamp(old) and both.unit == old.unit))
 
 
-def _takes_empty_text(kind: Any) -> bool:
-    """Whether a loader converts a column of text without any value to the type. Not to a time of day, for example."""
+def _takes_empty_text(kind: DataType) -> bool:
+    """Whether a loader converts a column of text without any value to the type."""
     import pyarrow as pa
 
     try:
@@ -254,11 +241,11 @@ def _takes_empty_text(kind: Any) -> bool:
 
 
 class RankColumns:
-    """The types of the chunks of one rank: a guess for the next one, and whether it fits the others."""
+    """The types of the chunks of one rank."""
 
     def __init__(self) -> None:
         self.guess: Schema | None = None
-        self.known: dict[str, Any] = {}
+        self.known: dict[str, DataType] = {}
         self._first: tuple[int, Schema] | None = None
         self._warned: set[str] = set()
 
@@ -273,7 +260,7 @@ class RankColumns:
         Raises:
             NotUnited: it can never be one dataset with the chunks before.
         """
-        # A new dict: who names the culprit of this chunk needs the types of those before.
+        # A new dict: ``name_culprit`` needs the types of the chunks before.
         raw = raw_types(schema).items()
         self.known = self.known | {name: unite(self.known.get(name), kind, name) for name, kind in raw}
         self.guess = schema

@@ -1,8 +1,7 @@
 """Compares an output folder with what the checkpoints say: every committed file is there, and no unknown one.
 
 Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes that its listings
-hold. A file with another stamp than its commit names is read, and its hash compared: so a file that was replaced by
-one of the same size is noticed, and a million files that nobody touched cost nothing.
+hold. Only a file with another stamp than its commit names is read: a million files that nobody touched cost nothing.
 
     when                                what is refused
     at each look                        a folder that belongs to another run (``owner``)
@@ -12,7 +11,7 @@ one of the same size is noticed, and a million files that nobody touched cost no
     a rank is complete                  files that its template may have named, and no commit does
 
 The last check only warns of a file whose name does not tell its rank, or that has a chunk index which the rank does not
-have: fields of documents may have made such a name in another run. The first does not: then the user chooses.
+have: fields of documents may have made such a name in another run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.job import recorded_output
@@ -42,6 +41,9 @@ from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_output
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, Ownership
+
+_SHOWN = 3
+_TO_DELETE = 20
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
@@ -58,52 +60,29 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
     return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
 
 
-def other_job() -> str:
-    """What to do about another job that writes to the same folder."""
-    return (
-        f"Stop one of the jobs, and start it anew with {written.own_folders}. The other one goes on with the same "
-        "command, "
-        "once files that are not its own are deleted from the folder."
-    )
-
-
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     """The refusal to replace files that this rank has not published."""
-    is_are = "is"
-    it = "it"
-    if len(names) > 1:
-        is_are = "are"
-        it = "them"
     return OutputMismatch(
-        f"{where}: {_some(list(names[:_SHOWN]), len(names))} {is_are} there with other content, which this rank has "
-        "not published. Nothing was overwritten. Probably another job writes to the same folder with the same "
-        f"output_filename. {other_job()} If there is no other job (a file was copied there, or the checkpoint is older "
-        f"than the output), move {it} out of the folder, and run the same command again."
+        f"{where} has other content, which this rank has not published, under these names: {some(names)}. Nothing "
+        "was overwritten. Probably another job writes to the same folder with the same output_filename. Stop one of "
+        f"the jobs, and start it anew with {written.own_folders}. The other one goes on with the same command, once "
+        "files that are not its own are deleted from the folder. If there is no other job (a file was copied there, or "
+        "the checkpoint is older than the output), move that content out of the folder, and run the same command again."
     )
 
 
-def stray_advice(number: int) -> str:
-    """What to do about files of a template that no commit names. ``run`` and ``verify`` say the same."""
-    it = "it"
-    its = "Its"
-    if number > 1:
-        it = "them"
-        its = "Their"
-    return (
-        f"{its} documents may be in the output twice. Move {it} out of the output folder, or delete {it} if nothing "
-        f"else needs {it}"
-    )
-
-
-_SHOWN = 3
-_TO_DELETE = 20
+STRAY_ADVICE = (
+    "Documents may be in the output twice. Move such files out of the output folder, or delete them if nothing else "
+    "needs them"
+)
+"""What to do about files of a template that no commit names."""
 
 
 @dataclass(slots=True)
 class CommittedFile(OutputFile):
-    """A file that a commit names, with its plain path. ``root``: the folder of the retry that wrote it, or "".
+    """A file that a commit names, with its plain path, and without its hash: a job may have millions of files.
 
-    It lacks the hash of the content, which is not needed: a job may have millions of files.
+    ``root``: the folder of the retry that wrote it, or "".
     """
 
     root: str = ""
@@ -117,19 +96,15 @@ class CommittedFile(OutputFile):
 
 
 class RankCommits:
-    """What the checkpoint of a rank, and those of its retries, say about output files.
+    """What the checkpoint of a rank, and those of its retries, say about output files. Raises CheckpointError.
 
     Args:
-        root: ``checkpoints_local_dir``.
         retries: ``retry_folders(root)``; None: look.
-        read: ``read_commits``, or that of the checkpoint that is open.
+        read: ``read_rank``, or that of the rank's lease.
         want: what else to read for ``seen``, which gets each ledger.
 
     Attributes:
         unfinished: root and index of the chunks with a journal: output may be there, and is made again.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged.
     """
 
     def __init__(
@@ -137,7 +112,7 @@ class RankCommits:
         root: Path,
         rank: int,
         retries: Iterable[Path] | None = None,
-        read: Callable[[Path], dict[int, Commit]] = read_commits,
+        read: Callable[[str, int, Path, Want], RankLedger] = read_rank,
         want: Want = Want.COMMITS,
         seen: Callable[[RankLedger], None] = lambda found: None,
     ) -> None:
@@ -146,7 +121,6 @@ class RankCommits:
         self.files: list[CommittedFile] = []
         self.has_run = False
         self.is_finished = False
-        self._read = read
         self.unfinished: set[tuple[str, int]] = set()
         if retries is None:
             retries = retry_folders(root)
@@ -154,7 +128,7 @@ class RankCommits:
         for checkpoint, name in names.items():
             folder = rank_folder(checkpoint, rank)
             if folder.is_dir():
-                found = read_rank(name, rank, folder, want, read=read)
+                found = read(name, rank, folder, want)
                 self._add(found)
                 seen(found)
 
@@ -182,16 +156,13 @@ class RankCommits:
     @cached_property
     def chunks(self) -> set[int]:
         """What the rank itself, not a retry of it, has committed. Read again if it is asked for: a job has millions."""
-        return set(self._read(self.folder / COMMITS))
+        return set(read_commits(self.folder / COMMITS))
 
 
 def published_names(root: Path, rank: int) -> set[str] | None:
     """The names of all files that a rank and its retries may have published; None: a part of them is not known.
 
     The commits are read after the intents, so the rank may be at work meanwhile.
-
-    Args:
-        root: ``checkpoints_local_dir``.
     """
     folders = [rank_folder(one, rank) for one in (root, *retry_folders(root))]
     intents = [Intents(folder) for folder in folders if folder.is_dir()]
@@ -202,14 +173,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
-    """How many files in the writer's output folder the commits of all ranks name.
-
-    Args:
-        root: ``checkpoints_local_dir``.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged, or cannot be read.
-    """
+    """How many files in the writer's output folder the commits of all ranks name. Raises CheckpointError."""
     if not root.is_dir():
         return 0
     commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
@@ -219,19 +183,16 @@ def committed_files(writer: DiskWriter, root: Path) -> int:
 
 
 def _recorded_folder(root: Path, ranks: Iterable[RankCommits]) -> str | None:
-    """The output folder of the last start."""
     paths = (each.folder / RUN for each in ranks)
     return recorded_output(root, (read_run(path) for path in paths if path.exists()))
 
 
 class OutputCheck:
-    """The checks of one step's output folder.
+    """The checks of one step's output folder. Each refusal is an OutputMismatch.
 
     Args:
-        root: ``checkpoints_local_dir``.
-        mirror: ``checkpoints_remote_dir``.
-        run: see ``Homes``.
-        logging_dir: the executor's, to be named in the command that repairs; None: no marker was written.
+        run: see ``Homes``; ``root`` and ``mirror``, too.
+        logging_dir: the executor's, for the command that repairs; None: no marker was written.
     """
 
     def __init__(
@@ -254,11 +215,7 @@ class OutputCheck:
         self._of_rank = lru_cache(maxsize=1000)(partial(output_pattern, self._template, True))
 
     def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
-        """The committed files by their paths.
-
-        Raises:
-            OutputMismatch: two commits name one file: one of them has overwritten the other's documents.
-        """
+        """The committed files by their paths. Refuses two commits that name one file."""
         committed: dict[str, CommittedFile] = {}
         for one in chain.from_iterable(rank_commits.files for rank_commits in commits):
             other = committed.setdefault(one.path, one)
@@ -277,15 +234,10 @@ class OutputCheck:
         others: bool = True,
         contents: bool = True,
     ) -> FoundFiles:
-        """Lists the output folder, see ``list_output``.
+        """Lists the output folder, see ``list_output``. Refuses a folder of another run. Raises OSError.
 
         Args:
-            others: also look for files that no commit names.
             contents: read the files that were touched.
-
-        Raises:
-            OutputMismatch: it belongs to another run.
-            OSError: it cannot be listed, or a touched file cannot be read.
         """
         self.owner.check(self.is_unused)
         found = list_output(self.writer, committed, rank, others)
@@ -306,7 +258,6 @@ class OutputCheck:
         return found
 
     def is_unused(self) -> bool:
-        """Whether the folder holds no file that the template may have named."""
         return not any(self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes)
 
     def _hash(self, name: str) -> str:
@@ -317,62 +268,53 @@ class OutputCheck:
             return ""
 
     def _committed_hash(self, one: CommittedFile) -> str:
-        """From the commit's line: ``CommittedFile`` has no hash."""
         commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[one.chunk_index]
         return next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
 
     # what is refused -------------------------------------------------------------------------------------------------
 
     def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
-        """Refuses an output folder in which committed files are missing or changed.
-
-        Raises:
-            OutputMismatch: naming some of them, and the command that has them made again.
-        """
+        """Refuses an output folder in which committed files are missing or changed."""
         wrong = [one for one in committed.values() if not found.is_right(one)]
         if not wrong:
             return
         self._refuse_other_folder(wrong[0])
-        shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong[:_SHOWN]]
+        shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong]
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
-            f"{_some(shown, len(wrong))}. {_was_moved(found)}Put them back, or have them made again: ",
+            f"{some(shown)}. {_was_moved(found)}Put them back, or have them made again: ",
             self._repair(found, wrong),
             ". Files that nobody touched were not read: "
             f"datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that.",
         )
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
-        """Raises if the output was in another folder before, which exists: nothing is lost then."""
+        """Refuses if the output was in another folder before, which exists: nothing is lost then."""
         recorded = _recorded_folder(self.root, [RankCommits(self.root, one.rank)])
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
                 f"{self.where} lacks output files that were committed, such as {one.path} ({one.place}). They were "
                 f"written to {recorded}, and that folder still exists. Nothing was changed. Set "
-                f"{written.output_folder} "
-                "back to it; or copy all its files to the new folder, and run the same command again."
+                f"{written.output_folder} back to it; or copy all its files to the new folder, and run the same "
+                "command again."
             )
 
     def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
-        """Refuses the first start of a rank, or of its retry, into a folder that holds its files already.
+        """Refuses the first start of a rank into a folder that holds its files already.
 
         Args:
-            root: the folder of the retry; "": the rank itself.
-
-        Raises:
-            OutputMismatch: naming some of them, and the ways out.
+            root: the folder of a retry; "": the rank itself.
         """
         names = sorted(name for retry, name in found.by_rank[commits.rank] if root in ("", retry))
         if names:
             raise OutputMismatch(
                 f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have "
-                f"named for rank {commits.rank} ({_some(names[:_SHOWN], len(names))}), but "
+                f"named for rank {commits.rank} ({some(names)}), but "
                 f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows none of them. Another "
                 "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was deleted), and they would "
                 f"be overwritten, or stand beside the new ones. Choose another {written.output_folder}, bring the "
-                "checkpoint "
-                "back, or delete these files to have everything made again. To continue a run of datatrove's own, "
-                "choose other folders, and set finished_from to the old ones."
+                "checkpoint back, or delete these files to have everything made again. To continue a run of "
+                "datatrove's own, choose other folders, and set finished_from to the old ones."
             )
 
     def refuse_strangers(self, commits: RankCommits, found: FoundFiles, intended: Container[str] | None = None) -> None:
@@ -380,31 +322,15 @@ class OutputCheck:
 
         Args:
             intended: the names that the rank was about to publish; None: every name that this run gives.
-
-        Raises:
-            OutputMismatch: naming some of them, and the ways out.
         """
-        names = sorted(name for _, name in found.by_rank[commits.rank] if not self._is_own(name, intended))
-        which = f"no commit of rank {commits.rank} names"
-        if not self._is_certain:
-            self._refuse(names, which, certain=False)
-        elif names:
-            raise OutputMismatch(
-                f"{self._what(names, which, _TO_DELETE)} Another run wrote them, or datatrove's own InferenceRunner; "
-                f"this run has not published them. {stray_advice(len(names))}, and run the same command again."
-            )
-
-    def _is_own(self, name: str, intended: Container[str] | None) -> bool:
-        if intended is None:
-            return self._ours.fullmatch(name) is not None
-        return name in intended
+        is_own: Callable[[str], object] = self._ours.fullmatch
+        if intended is not None:
+            is_own = intended.__contains__
+        names = sorted(name for _, name in found.by_rank[commits.rank] if not is_own(name))
+        self._refuse(names, f"no commit of rank {commits.rank} names", self._is_certain)
 
     def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Refuses to call a rank complete while files of its template are there that no commit names.
-
-        Raises:
-            OutputMismatch: naming some of them.
-        """
+        """Refuses to call a rank complete while files of its template are there that no commit names."""
         files = found.by_rank[commits.rank]
         unknown = [(root, name) for root, name in files if not self._may_be_committed(commits, name)]
         which = f"no commit of rank {commits.rank} names"
@@ -413,7 +339,7 @@ class OutputCheck:
         self._refuse(sorted({name for _, name in unknown}), which, certain=False)
 
     def _is_superseded(self, commits: RankCommits, name: str) -> bool:
-        """Whether a chunk of this rank wrote the file, in an attempt whose documents went to other files later."""
+        """Whether an attempt of this rank wrote the file, and the documents went to other files later."""
         match = self._ours.fullmatch(name)
         if match is None:
             return False
@@ -429,32 +355,25 @@ class OutputCheck:
         return not any(self._of_rank(rank=number).fullmatch(name) for number in others)
 
     def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
-        """Refuses files of ranks that the job does not have: it ran with another number of tasks before.
-
-        Raises:
-            OutputMismatch: naming some of them.
-        """
+        """Refuses files of ranks that the job does not have: it ran with another number of tasks before."""
         others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks}
         names = sorted(name for files in others.values() for _, name in files)
         which = f"are of ranks that a job with tasks={tasks} does not have"
         self._refuse(names, which, self._is_certain)
 
-    def _what(self, names: list[str], which: str, shown: int = _SHOWN) -> str:
-        return (
-            f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have named, "
-            f"and that {which}: {_some(names[:shown], len(names))}."
-        )
-
     def _refuse(self, names: list[str], which: str, certain: bool = True) -> None:
         """Only warns of files that may be others'."""
-        if names and certain:
-            verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
-            raise OutputMismatch(
-                f"{self._what(names, which, _TO_DELETE)} {stray_advice(len(names))} ({verify} names all of them), and "
-                "run the same command again: it has nothing else left to do for what is complete."
-            )
-        if names:
-            logger.warning(f"{self._what(names, which)} {stray_advice(len(names))}.")
+        if not names:
+            return
+        text = (
+            f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have named, "
+            f"and that {which}: {some(names, _TO_DELETE)}. {STRAY_ADVICE}"
+        )
+        if not certain:
+            logger.warning(f"{text}.")
+            return
+        verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
+        raise OutputMismatch(f"{text} ({verify} names all of them), and run the same command again.")
 
     def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
         match = self._ours.fullmatch(name)
@@ -464,7 +383,6 @@ class OutputCheck:
         return (root, chunk_index) in commits.unfinished
 
     def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> Repair:
-        """What has lost files made again."""
         retry = ""
         if all(file.root for file in wrong):
             retry = "now"
@@ -482,7 +400,8 @@ def _was_moved(found: FoundFiles) -> str:
     return f"The folder is empty: was it moved? Set {written.output_folder} to its new place, or move it back. "
 
 
-def _some(names: list[str], number: int) -> str:
-    if number > len(names):
-        names = [*names, f"and {number - len(names)} more"]
-    return "; ".join(names)
+def some(names: Sequence[str], most: int = _SHOWN) -> str:
+    shown = list(names[:most])
+    if len(names) > most:
+        shown.append(f"and {len(names) - most} more")
+    return "; ".join(shown)

@@ -1,10 +1,9 @@
 """Converts a document to bytes and back, types included: the journal can keep what datatrove's writers can write.
 
-Plain JSON values are written as they are. Any other value is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
-decimals, numpy scalars and arrays, NaN and infinity (JSON would turn them into null), ``InferenceResult``. A user's
-dict with a "$py" key is wrapped, too, so it cannot be mistaken for a wrapper. Tuples come back as lists, as with any
-JSON. Pickle would keep more types, but loading it could run code that somebody put into the folder. A usual finished
-document needs no wrapper: see ``encode_finished``.
+Any value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets, decimals, numpy values,
+NaN and infinity (JSON would turn them into null), ``InferenceResult``. A user's dict with a "$py" key is wrapped, too.
+Tuples come back as lists, as with any JSON. Pickle was rejected: loading it could run code that somebody put into the
+folder. A usual finished document needs no wrapper: see ``encode_finished``.
 """
 
 from __future__ import annotations
@@ -29,10 +28,13 @@ import xxhash
 from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
 
 _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+_Convert: TypeAlias = Callable[[Any], object]
+"""Any: the functions of a type accept only values of that type."""
 
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
@@ -42,20 +44,17 @@ _MANY = (list, tuple, set, frozenset)
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
 _RESULTS_BYTES = b',"$results":"'
-_RESULTS_END = b'"}'  # where others end with their metadata, so with two braces
+_RESULTS_END = b'"}'  # others end with two braces
 _DEEPEST = 254  # containers in each other, as for orjson
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 # Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 
-JsonObject: TypeAlias = dict[str, Any]
-
-
 class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
-    """datatrove's result, with what a plain answer has beside it. That is not written: the id differs in each run."""
+    """datatrove's result, with what an answer has beside it. That is not written: the id differs in each run."""
 
-    __slots__ = ("model", "response_id")  # they are not among its ``vars``
+    __slots__ = ("model", "response_id")
     __dataclass_fields__ = InferenceResult.__dataclass_fields__  # orjson looks for it in the class itself
     tool_calls: Sequence[JsonObject] = ()
     logprobs: JsonObject | None = None
@@ -86,14 +85,14 @@ class PathResult(Result):
 
 RESULTS = frozenset({Result, InferenceResult, WholeResult, PathResult})
 for _kind in RESULTS:
-    _kind.__name__ = "InferenceResult"  # in messages about their attributes
+    _kind.__name__ = "InferenceResult"
 
 
 def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult) -> InferenceResult:
-    """The result that has these fields; ``plain``: of one with datatrove's alone.
+    """The result that has these fields; ``plain``: its class if the fields are datatrove's alone.
 
     Raises:
-        TypeError: they are those of something else.
+        TypeError: the fields are those of something else.
     """
     if "tool_calls" in fields:
         return WholeResult(**fields)
@@ -122,7 +121,7 @@ def encode(document: Document) -> bytes:
     """
     try:
         return dump(document_fields(document), _refuse)
-    except Exception as error:  # a user's ``__repr__`` may raise anything
+    except Exception as error:  # of a user's ``__repr__``, too
         name = safe_repr(getattr(document, "id", None))
         raise DocumentNotSerializable(
             f"Document {name} holds a value that cannot be kept: {safe_text(error)}{forgotten_await(error)}. The "
@@ -145,7 +144,7 @@ def encode_finished(document: Document, key: str) -> bytes:
     fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
     try:
         data = orjson.dumps(fields, option=_OPTIONS)
-    except TypeError:  # orjson's, too
+    except TypeError:
         return encode(document)
     if data.find(_TAG_BYTES, len(text)) < 0 and (data.find(b"null", len(text)) < 0 or not has_nan(metadata)):
         return trim(data)
@@ -153,7 +152,6 @@ def encode_finished(document: Document, key: str) -> bytes:
 
 
 def _is_usual(document: Document) -> bool:
-    """Whether a document has text, id and metadata of the usual types, and no media."""
     if not isinstance(document.text, str) or not isinstance(document.id, str):
         return False
     if not document.text or not document.id:  # JsonlWriter leaves out what is empty
@@ -182,14 +180,14 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
         if data.count(_TAG_BYTES, at) == encoder.wrapped and (data.find(b"null", at) < 0 or not has_nan(fields)):
             return trim(data)
     except orjson.JSONEncodeError as error:
-        # An integer beyond 64 bits, or a key that is no string: so rare that a check in advance is not worth it.
+        # An integer beyond 64 bits, or a key that is no string: too rare for a check in advance.
         if isinstance(error.__cause__, NoForm):
             raise NoForm(*error.__cause__.args) from error.__cause__.__cause__
     return trim(orjson.dumps(wrap_deep(fields, other)))
 
 
 def document_fields(document: Document) -> dict[str, object]:
-    """A document's fields. Raises TypeError if one is not what datatrove's writers and readers need."""
+    """A document's fields. Raises TypeError for those that datatrove cannot write and read."""
     if not isinstance(document.text, str):
         raise TypeError(f"its text is of type {type(document.text).__name__}, not str")
     if not isinstance(document.metadata, dict):
@@ -201,7 +199,7 @@ def document_fields(document: Document) -> dict[str, object]:
 
 
 def _after_text(text: object) -> int:
-    """Where to begin to search an encoded document: its text comes first, and is most of it."""
+    """Where to begin to search an encoded document: after its text, which is most of it."""
     if isinstance(text, str):
         return len(text)
     return 0
@@ -218,7 +216,7 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
     plain: tuple[bytes, ...] = (_RESULT_BYTES,)
     if with_vectors:
         plain = (_RESULT_BYTES, _VECTOR_BYTES)
-    # A quote inside a string is escaped, so these bytes stand for wrapped values only.
+    # A quote inside a string is escaped.
     at = data.find(_TAG_BYTES)
     while at >= 0 and data.startswith(plain, at):
         at = data.find(_TAG_BYTES, at + len(_RESULT_BYTES))
@@ -226,12 +224,12 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
 
 
 def has_nan(value: object) -> bool:
-    """Whether a null may stand for NaN or infinity. Looks at no text: it is most of a document."""
+    """Whether a null may stand for NaN or infinity."""
     values: Collection[object]
     if type(value) is dict:
         values = value.values()
     elif type(value) is list:
-        if _NEVER_NAN.issuperset(map(type, value)):  # such as thousands of token ids
+        if _NEVER_NAN.issuperset(map(type, value)):
             return False
         values = value
     else:
@@ -249,7 +247,6 @@ def has_nan(value: object) -> bool:
 
 
 def _has_other_nan(value: object) -> bool:
-    """Whether ``has_nan`` is true of a value that is neither a dict nor a list of JSON."""
     if type(value) not in RESULTS:
         value = as_plain(value)
     if isinstance(value, InferenceResult | Media):
@@ -262,47 +259,46 @@ def _has_other_nan(value: object) -> bool:
 
 
 def trim(data: bytes) -> bytes:
-    """The same bytes in a buffer of their size. That of ``orjson.dumps`` is seven times larger (3.13, measured)."""
+    """The same bytes in a buffer of their size: that of ``orjson.dumps`` is seven times larger."""
     return b"%b" % data
 
 
 def decode(data: bytes) -> Document:
-    """The document that ``encode`` or ``encode_finished`` converted."""
     return _decoded(data, _READERS)
 
 
 def decode_plain(data: bytes) -> Document:
-    """The same with a dict in place of each InferenceResult and Media, as ``dataclasses.asdict`` makes them."""
+    """Like ``decode``, with dicts in place of results and media, as ``dataclasses.asdict`` makes them."""
     return _plain(data, _PLAIN_READERS)
 
 
 def decode_json(data: bytes) -> Document:
-    """Like ``decode_plain``, with JSON in place of each numpy array that orjson can write. For orjson alone."""
+    """Like ``decode_plain``, with numpy arrays as JSON, for orjson alone."""
     return _plain(data, _JSON_READERS)
 
 
 def decode_rows(data: bytes) -> Document:
-    """Like ``decode_plain``, with lists of rows in place of arrays of several dimensions, which Arrow does not take."""
+    """Like ``decode_plain``, with lists of rows in place of arrays of several dimensions, for Arrow."""
     return _plain(data, _ROW_READERS)
 
 
 def as_json(array: _Array) -> object:
-    """The array as JSON for orjson, in the shortest digits of its type: those of a float32 read back to it."""
+    """The array as JSON for orjson, in the shortest digits of its type."""
     try:
         return orjson.Fragment(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError:
         return array
 
 
-def _plain(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Document:
+def _plain(data: bytes, readers: dict[str, _Convert]) -> Document:
     document = _decoded(data, readers)
     if document.media:
         document.media = [_fields(media) for media in document.media]
     return document
 
 
-def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Document:
-    fields: Any = orjson.loads(data)  # Any: parsed JSON
+def _decoded(data: bytes, readers: dict[str, _Convert]) -> Document:
+    fields = orjson.loads(data)
     key = fields.pop(_RESULTS, None)
     if key is not None:
         fields["metadata"][key] = [readers["result"](result) for result in fields["metadata"][key]]
@@ -314,7 +310,6 @@ def _decoded(data: bytes, readers: dict[str, Callable[[Any], object]]) -> Docume
 
 
 def fingerprint(data: bytes) -> str:
-    """xxh64 of an encoded document, as 16 hexadecimal digits."""
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
@@ -335,7 +330,7 @@ def _from_array(value: tuple[str, list[int], str]) -> _Array:
 
 
 def _view(value: tuple[str, list[int], str]) -> _Array:
-    """The array, which cannot be changed."""
+    """The array, read only."""
     dtype, shape, data = value
     return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
 
@@ -362,10 +357,6 @@ def _without_address(value: object) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-def _from_delta(value: datetime.timedelta) -> list[int]:
-    return [value.days, value.seconds, value.microseconds]
-
-
 def _fields(value: _Dataclass) -> dict[str, object]:
     return {name: getattr(value, name) for name in field_names(type(value))}
 
@@ -376,8 +367,7 @@ def field_names(kind: type[_Dataclass]) -> tuple[str, ...]:
 
 
 # (name, type, to JSON, from JSON). The first type that fits is used, so subclasses come before their bases.
-# Any, because the two functions of a row accept only values of that row.
-_TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]] = [
+_TYPES: list[tuple[str, type, _Convert, _Convert]] = [
     ("result", InferenceResult, _fields, result_of),
     ("media", Media, _fields, lambda value: Media(**value)),
     ("array", np.ndarray, _array, _from_array),
@@ -385,7 +375,12 @@ _TYPES: list[tuple[str, type, Callable[[Any], object], Callable[[Any], object]]]
     ("datetime", datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     ("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
     ("time", datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
-    ("timedelta", datetime.timedelta, _from_delta, lambda value: datetime.timedelta(*value)),
+    (
+        "timedelta",
+        datetime.timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda value: datetime.timedelta(*value),
+    ),
     ("bytes", bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
     ("decimal", decimal.Decimal, str, decimal.Decimal),
     ("set", set, _elements, set),
@@ -414,7 +409,7 @@ class _Encoder:
         self.wrapped = 0
 
     def wrap(self, value: object) -> object:
-        if type(value) not in RESULTS:  # most values here are results
+        if type(value) not in RESULTS:
             plain = as_plain(value)
             if plain is not value:
                 return plain
@@ -433,7 +428,7 @@ def _refuse(value: object) -> NoReturn:
 
 
 def as_plain(value: object) -> object:
-    """The value as a JSON type that is as good: for enums, paths, subclasses of plain types, other dataclasses."""
+    """The value as a JSON type that is as good: for enums, paths, subclasses, other dataclasses."""
     if type(value) in _PLAIN_TYPES:  # first: True is an int, too
         return value
     if isinstance(value, enum.Enum):
@@ -443,9 +438,9 @@ def as_plain(value: object) -> object:
     if isinstance(value, np.generic | np.ndarray | InferenceResult | Media):
         return value
     if isinstance(value, datetime.datetime) and value != value:
-        return None  # pandas.NaT; datatrove's JsonlWriter also writes it as null
+        return None  # pandas.NaT, which JsonlWriter writes as null, too
     if isinstance(value, pathlib.PurePath | uuid.UUID):
-        return str(value)  # orjson writes a UUID in the same way
+        return str(value)
     for base in _PLAIN_TYPES:
         if isinstance(value, base):
             return base(value)
@@ -498,8 +493,7 @@ def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> o
     return {TAG: [name, wrap(inner)]}
 
 
-def _unwrap(value: Any, readers: dict[str, Callable[[Any], object]]) -> object:
-    """The values that are wrapped in a container that ``orjson.loads`` has made, which may change. Any: parsed JSON."""
+def _unwrap(value: Any, readers: dict[str, _Convert]) -> object:
     if type(value) is dict:
         if TAG in value:
             name, inner = value[TAG]

@@ -1,10 +1,7 @@
 """File managers that replace datatrove's in a writer: they decide where the writer's files are, and when they appear.
 
-``StagedFiles`` writes to a staging folder and hashes the content. ``RemoteFiles`` writes to the remote folder, for runs
-without a checkpoint. Both can abandon files that are not complete; datatrove's manager can only close, which would
-publish them.
-
-Bytes depend on the documents only: the gzip header gets no time.
+Both can abandon files that are not complete; datatrove's manager can only close, which would publish them. Bytes depend
+on the documents only: the gzip header gets no time.
 """
 
 from __future__ import annotations
@@ -23,12 +20,13 @@ from fsspec.spec import AbstractBufferedFile
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output.arrow_types import Row
 
 _BUFFER_BYTES = 1 << 20
 
 
 def missing_codec(compression: str | None, filename: str) -> str | None:
-    """What to install for a file's compression; None if it is there. ``"infer"``: the name tells the compression."""
+    """What to install for a file's compression; None if it is there."""
     if compression == "infer" and filename.endswith(".zst"):
         compression = "zstd"
     elif compression == "infer":
@@ -41,13 +39,13 @@ def missing_codec(compression: str | None, filename: str) -> str | None:
 
 
 class _Files(OutputFileManager):  # type: ignore[misc]
-    def get_file(self, filename: str) -> _OutputStream:
+    def get_file(self, filename: str) -> OutputStream:
         if filename not in self._output_files:
             self._output_files[filename] = self._create(filename)
-        stream: _OutputStream = self._output_files[filename]
+        stream: OutputStream = self._output_files[filename]
         return stream
 
-    def _create(self, filename: str) -> _OutputStream:
+    def _create(self, filename: str) -> OutputStream:
         raise NotImplementedError
 
     def abandon(self) -> None:
@@ -58,17 +56,17 @@ class _Files(OutputFileManager):  # type: ignore[misc]
 
 
 class StagedFiles(_Files):
-    """Writes files below a staging folder, and keeps each complete one with its size and hash."""
+    """Writes files below a staging folder, and keeps each complete one with its hash."""
 
     def __init__(self, folder: Path, original: OutputFileManager) -> None:
         super().__init__(original.fs, original.mode, original.compression)
         self.finished: dict[str, files.HashedFile] = {}
-        self._folder = folder
+        self.folder = folder
 
     def _create(self, filename: str) -> _StagedStream:
         if filename in self.finished:
             raise OutputFailed(f"{filename} was closed and is written to again, which would lose its content.")
-        path = self._folder / filename
+        path = self.folder / filename
         files.disk.make_dirs(path.parent)
         if path.exists():
             raise OutputFailed(
@@ -79,28 +77,27 @@ class StagedFiles(_Files):
         return _StagedStream(path, filename, self)
 
     def discard(self) -> None:
-        """Removes all files, to begin again."""
         self.abandon()
         self.finished.clear()
-        files.disk.remove_tree(self._folder)
+        files.disk.remove_tree(self.folder)
 
 
 class RemoteFiles(_Files):
-    """Writes files to a remote file system. A file appears when it is closed, and not if it is abandoned."""
+    """Writes to a remote file system, without a checkpoint."""
 
     def _create(self, filename: str) -> _RemoteStream:
         return _RemoteStream(self.fs.open(filename, "wb"), filename, self)
 
 
 class _Table(Protocol):
+    def add(self, row: Row) -> None: ...
     def close(self) -> None: ...
 
 
-class _OutputStream:
+class OutputStream:
     """An open file as a writer sees it: binary or text, compressed or not.
 
-    Attributes:
-        table: writes rows to it, and is closed before it.
+    ``table`` writes rows to it, and is closed before it.
     """
 
     table: _Table | None = None
@@ -109,7 +106,7 @@ class _OutputStream:
         self._raw = raw
         self._buffered = io.BufferedWriter(raw, _BUFFER_BYTES)
         compressed = _compressed(self._buffered, filename, manager.compression)
-        # ``Any``: a binary or a text stream. The writer that chose the mode writes bytes or text accordingly.
+        # Any: binary or text, as the writer's mode says.
         self._stream: Any = compressed
         if "b" not in manager.mode:
             self._stream = io.TextIOWrapper(compressed, encoding="utf-8", newline="\n")
@@ -135,10 +132,10 @@ class _OutputStream:
     def abandon(self) -> None:
         """Closes the descriptor first, so that buffered bytes cannot reach the file."""
         self._raw.close()
-        self._stream = io.BytesIO()  # pyarrow's writer completes its file when it is collected: let it write here
+        self._stream = io.BytesIO()  # for pyarrow's writer, which ends when it is collected
 
 
-class _StagedStream(_OutputStream):
+class _StagedStream(OutputStream):
     def __init__(self, path: Path, filename: str, manager: StagedFiles) -> None:
         self._file = files.HashedFile(path)
         super().__init__(self._file, filename, manager)
@@ -153,10 +150,10 @@ class _StagedStream(_OutputStream):
         self._manager.finished[self._filename] = self._file
 
 
-class _RemoteStream(_OutputStream):
+class _RemoteStream(OutputStream):
     def abandon(self) -> None:
         if isinstance(self._raw, AbstractBufferedFile):
-            # Only some file systems can discard, and an error here must not hide the one that led to it.
+            # An error here must not hide the one that led to it.
             with suppress(Exception):
                 self._raw.discard()
             self._raw.closed = True  # closing it would publish it
@@ -170,7 +167,7 @@ class _RemoteStream(_OutputStream):
             self._remove_copy()
 
     def _remove_copy(self) -> None:
-        """The hub's file system writes to a copy in the temporary folder, and keeps it after an error."""
+        """The hub's file system keeps a copy in the temporary folder after an error."""
         copy = getattr(self._raw, "temp_file", None)
         if copy is not None:
             Path(copy.name).unlink(missing_ok=True)

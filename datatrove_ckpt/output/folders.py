@@ -27,11 +27,7 @@ _OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
 
 
 def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
-    """Refuses, when a runner is constructed, output among the files of its checkpoint.
-
-    Raises:
-        ConfigError: the output folder is the checkpoint's, or one that belongs to the checkpoint.
-    """
+    """Refuses output among the files of its checkpoint. Raises ConfigError."""
     if checkpoints is None:
         return
     below = _below(get_datafolder(checkpoints), writer.output_folder)
@@ -43,11 +39,7 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
 
 
 def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
-    """Refuses a pipeline that reads its own output, or in which two steps write the same files.
-
-    Raises:
-        ConfigError: naming both steps.
-    """
+    """Refuses a pipeline that reads its own output, or in which two steps write the same files. Raises ConfigError."""
     writers = list(writers_of(pipeline))
     for index, step in enumerate(pipeline):
         for place, writer in writers:
@@ -72,11 +64,7 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
 
 
 def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
-    """Refuses, when a rank starts, output that a step before the runner would read as input at the next start.
-
-    Raises:
-        ConfigError: naming both folders.
-    """
+    """Refuses output that a step before the runner would read at the next start. Raises ConfigError."""
     for step in steps:
         _refuse_own(step, None, writer, "output_writer")
 
@@ -104,7 +92,6 @@ def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWrit
 
 
 def _reads(reader: BaseDiskReader, writer: DiskWriter) -> bool:
-    """Whether the reader would list the files that the writer makes."""
     below = _below(reader.data_folder, writer.output_folder)
     if below is None:
         return False
@@ -128,7 +115,7 @@ def _sample(writer: DiskWriter) -> str:
 
 
 def _below(folder: DataFolder, other: DataFolder) -> str | None:
-    """The path of ``other`` below the folder, "" if they are one; None if it is elsewhere."""
+    """The path of ``other`` below the folder; "" if they are one, None if it is elsewhere."""
     parent = _path(folder)
     child = _path(other)
     if child == parent:
@@ -151,7 +138,7 @@ def _path(folder: DataFolder) -> str:
 
 
 def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
-    """Whether the output folder that ``run.json`` names is another one than this, and exists."""
+    """Whether the recorded output folder is another one than this, and exists."""
     other = get_datafolder(recorded)
     try:
         with file_system_call():

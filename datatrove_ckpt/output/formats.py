@@ -1,22 +1,21 @@
 """The formats of output files that can be read again: ``verify --full`` counts rows, ``finished_from`` copies them.
 
-A writer of yours needs no format here: its files are written, published and compared by their hashes all the same.
+Other files are written, published and compared by their hashes all the same.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterable, Iterator
-from typing import IO, Any, ClassVar, TypeAlias
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import orjson
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.output.arrow_types import DataType, Row
 from datatrove_ckpt.output.names import writer_name
-
-Row: TypeAlias = dict[str, Any]
 
 _BLOCK = 1 << 20  # bytes
 
@@ -35,7 +34,7 @@ class Format:
     is_compressed: ClassVar[bool] = False
 
     def is_written_by(self, writer: DiskWriter) -> bool:
-        """Whether the writer makes files as datatrove's class does: its own class has no other method for rows."""
+        """Whether the writer has no other method for rows than datatrove's class."""
         if not isinstance(writer, self.writer):
             return False
         kind = type(writer)
@@ -62,7 +61,7 @@ class Jsonl(Format):
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
     def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Iterator[tuple[Row | None, bytes]]:
-        # zstandard's stream gives blocks only. Others are left as they are: they give all lines before some damage.
+        # zstandard's stream gives blocks only. Others give all lines before some damage.
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
             try:
@@ -102,8 +101,8 @@ class Parquet(Format):
                     yield row, b""
 
 
-def _with_float32(value: Any, kind: Any) -> Any:
-    """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
+def _with_float32(value: Any, kind: DataType) -> Any:
+    """The value with numbers and vectors of float32 as numpy's: writers keep that type."""
     from pyarrow import types
 
     if value is None:
@@ -125,10 +124,9 @@ FORMATS: tuple[Format, ...] = (JSONL, PARQUET)
 
 
 def is_known(writer: str) -> bool:
-    """Whether the writer that ``run.json`` names has a format. Early versions named datatrove's without the package."""
+    """Whether the writer that ``run.json`` names has a format. Early versions left the package out."""
     return any(writer in (writer_name(one.writer), one.writer.__name__) for one in FORMATS)
 
 
 def format_of_file(name: str) -> Format | None:
-    """By the file's name."""
     return next((one for one in FORMATS if f"{one.suffix}." in f"{name.rpartition('/')[2]}."), None)

@@ -1,8 +1,8 @@
 """Refuses rows that do not fit, unchanged, the schema that a writer has been given.
 
-Arrow refuses 300 as an int8, but makes 1 of 1.5, drops microseconds, the time of day and time zones, and leaves out
-what a dict has more than its struct. A value is accepted if Arrow gives it back equal, so 2.0 may be an integer, and
-midnight a date. Only a float may lose digits in a shorter float: that is what a shorter float is for.
+Arrow makes 1 of 1.5, drops microseconds, the time of day and time zones, and leaves out what a dict has more than its
+struct. A value is accepted if Arrow gives it back equal, so 2.0 may be an integer, and midnight a date. Only a float
+may lose digits in a shorter float.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any
 
 from datatrove_ckpt.common.formatting import safe_text
-from datatrove_ckpt.output.arrow_types import DataType, NotUnited, Row, Schema, is_vector, type_of
+from datatrove_ckpt.output.arrow_types import DataType, Field, NotUnited, Row, Schema, is_vector, type_of
 
 _SAFE = {"double": float, "string": str, "large_string": str, "bool": bool}
 """Values of these types need no look at each."""
@@ -28,16 +28,15 @@ def check_rows(rows: list[Row], schema: Schema) -> None:
                 _check(value, kept, field, field.name)
 
 
-def _are_safe(values: Collection[Any], kind: DataType) -> bool:
+def _are_safe(values: Collection[object], kind: DataType) -> bool:
     return set(map(type, values)) == {_SAFE.get(str(kind))}
 
 
-def _kept(values: list[Any], field: Any) -> list[Any]:
-    """Returns the values of a column as Arrow gives them back."""
+def _kept(values: list[object], field: Field) -> list[Any]:
     import pyarrow as pa
 
     try:
-        kept: list[Any] = pa.array(values, field.type).to_pylist()
+        kept: list[object] = pa.array(values, field.type).to_pylist()
     except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
         if len(values) > 1:
             for value in values:
@@ -46,7 +45,7 @@ def _kept(values: list[Any], field: Any) -> list[Any]:
     return kept
 
 
-def _check(value: Any, kept: Any, field: Any, column: str) -> None:
+def _check(value: Any, kept: Any, field: Field, column: str) -> None:
     import pyarrow as pa
 
     kind = field.type
@@ -76,7 +75,7 @@ def _check(value: Any, kept: Any, field: Any, column: str) -> None:
             _check(item, kept_item, kind.value_field, f"{column}[]")
 
 
-def _is_same(value: Any, kept: Any, rounded: bool) -> bool:
+def _is_same(value: object, kept: Any, rounded: bool) -> bool:
     """``rounded``: a float may lose digits."""
     if rounded and isinstance(value, float):
         return math.isinf(value) or not math.isinf(kept)
@@ -89,14 +88,14 @@ def _is_same(value: Any, kept: Any, rounded: bool) -> bool:
     return bool(_with_time(value) == _with_time(kept)) or (value != value and kept != kept)
 
 
-def _with_time(value: Any) -> Any:
-    """A date as its midnight, anything else as it is."""
+def _with_time(value: object) -> object:
+    """A date as its midnight."""
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
         return datetime.datetime.combine(value, datetime.time())
     return value
 
 
-def _name(value: Any, column: str) -> str:
+def _name(value: object, column: str) -> str:
     try:
         return str(type_of([value], column))
     except Exception:

@@ -1,9 +1,7 @@
 """A folder on the Hugging Face hub: which repository it is in, and what lies there now.
 
-Listings come from ``HfApi``. ``HfFileSystem`` keeps listings for the life of the process, so it may show a folder as it
-was before a commit. The hub itself may also answer with a listing that is one commit behind.
-
-The token is never kept here: the client reads HF_TOKEN or the saved login for each call.
+Listings come from ``HfApi``: ``HfFileSystem`` keeps listings for the life of the process. The hub itself may also
+answer with a listing that is one commit behind. The client reads the token, HF_TOKEN or the saved login, for each call.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class HubFile:
 
     Attributes:
         size: in bytes.
-        oid: SHA-256 of the content of a file that is kept in LFS or Xet, in hexadecimal; None for a small file that git
-            keeps, and in a bucket.
+        oid: SHA-256, in hexadecimal, of a file that is kept in LFS or Xet; None in git and in a bucket.
         blob: git's own hash of the file's entry; None in a bucket.
         stamp: see ``OutputFile``, of a file in a bucket, from the hash of its content in Xet; else 0.
     """
@@ -64,11 +61,7 @@ class HubFile:
         return self.oid or self.blob or ""
 
     def holds(self, size: int, digest: str) -> bool:
-        """Whether this is the file with that size in bytes and hash, as far as the hub tells.
-
-        Args:
-            digest: SHA-256, or git's hash of a file that is not in LFS; "": not known.
-        """
+        """Whether this is the file with that size and hash, as far as the hub tells. ``digest``: see ``OutputFile``."""
         listed = None
         if len(digest) == _SHA256_DIGITS:
             listed = self.oid
@@ -127,11 +120,7 @@ class HubFolder:
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
-        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere.
-
-        Raises:
-            ConfigError: it names no repository.
-        """
+        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere. Raises ConfigError."""
         if folder.is_local():
             return None
         url = str(folder.resolve_paths(""))
@@ -141,7 +130,6 @@ class HubFolder:
 
     @property
     def url(self) -> str:
-        """As ``parse`` reads it."""
         prefix = next(plural for plural, kind in _KINDS.items() if kind == self.kind)
         url = f"{HUB}{prefix}/{self.repo}"
         if self.revision:
@@ -157,22 +145,18 @@ class HubFolder:
 
     @property
     def branch(self) -> str:
-        """The revision that commits go to."""
         return self.revision or MAIN
 
     def api(self) -> HfApi:
-        """A client. Its token is that of the environment or of the saved login, read again for each call."""
         from huggingface_hub import HfApi
 
         return HfApi(endpoint=self.endpoint, library_name="datatrove-ckpt")
 
     @property
     def api_url(self) -> str:
-        """Where the hub's API has the repository."""
         return f"{self.api().endpoint}/api/{self.kind}s/{self.repo}"
 
     def advice(self, error: BaseException) -> str:
-        """What to do after a call that failed for good."""
         status = http_status(error)
         if status == 401:
             return "The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: hf auth login."
@@ -182,39 +166,33 @@ class HubFolder:
                 f"access to {self.repo}, of somebody who may write there."
             )
         if status == 404 or isinstance(error, FileNotFoundError):
-            return f"Make the repository and the branch, or correct {written.output_folder}."
+            return f"Restore or make the repository and the branch, or correct {written.output_folder}."
         if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
             return "Install the extra hub."
         return "Check the network, HF_ENDPOINT and https://status.huggingface.co."
 
     def full_name(self, name: str) -> str:
-        """The path in the repository of a file of this folder."""
         return posixpath.normpath(posixpath.join(self.path, name))
 
     def below(self, name: str) -> HubFolder:
-        """The folder of this name in it; "": itself."""
         if not name:
             return self
         return replace(self, path=self.full_name(name))
 
     def files(self) -> dict[str, HubFile]:
-        """Lists all files below the folder, by their names in it. A folder that does not exist holds none.
-
-        Raises:
-            OSError: the hub cannot be reached, or refuses (no such repository, no permission).
-        """
+        """Lists all files below the folder, by their names in it; none if it does not exist. Raises OSError."""
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
             return dict(self._listed())
-        except EntryNotFoundError as error:  # a folder appears with its first file; a repository would be another error
+        except EntryNotFoundError as error:  # a folder appears with its first file
             if http_status(error) not in (404, None):
                 raise
             return {}
 
     def _listed(self) -> Iterator[tuple[str, HubFile]]:
         start = f"{self.path}/" if self.path else ""
-        entries: Iterable[Any]  # RepoFile, RepoFolder, BucketFile, BucketFolder
+        entries: Iterable[Any]
         if self.is_bucket:
             entries = self.api().list_bucket_tree(self.repo, prefix=self.path or None, recursive=True)
         else:
@@ -228,21 +206,27 @@ class HubFolder:
     def commit(
         self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, head: str | None = None
     ) -> None:
-        """Commits to the branch; with ``head``, only if that is its newest commit.
-
-        Raises:
-            OSError: the hub refuses, or cannot be reached.
-        """
+        """Commits to the branch; with ``head``, only if that is its newest commit. Raises OSError."""
         self.api().create_commit(
             self.repo, operations, commit_message=message, repo_type=self.kind, revision=self.branch, parent_commit=head
         )
 
-    def blocks(self, name: str, size: int) -> Iterator[bytes]:
-        """The content of a file in a repository, in blocks of at most ``size`` bytes. One request, nothing is kept.
+    def head(self) -> str | None:
+        """The branch's newest commit. Raises OSError."""
+        head: str | None = self.api().repo_info(self.repo, revision=self.branch, repo_type=self.kind).sha
+        return head
 
-        Raises:
-            OSError: it cannot be read.
-        """
+    def remove(self, paths: Sequence[str], message: str, head: str | None = None) -> None:
+        """Removes files, by their paths in the repository, which must exist. ``head``: see ``commit``."""
+        from huggingface_hub import CommitOperationDelete
+
+        if self.is_bucket:
+            self.api().batch_bucket_files(self.repo, delete=list(paths))
+        else:
+            self.commit([CommitOperationDelete(path) for path in paths], message, head)
+
+    def blocks(self, name: str, size: int) -> Iterator[bytes]:
+        """Reads a file of a repository with one request. Raises OSError."""
         from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -256,11 +240,7 @@ class HubFolder:
             yield from response.iter_bytes(size)
 
     def history(self, known: History) -> History:
-        """The branch's newest commit, and those of the last hour. One request for each 50 commits that are not known.
-
-        Raises:
-            OSError: the hub cannot be reached, or refuses.
-        """
+        """The branch's newest commit, and those of the last hour. Raises OSError."""
         from huggingface_hub import hf_raise_for_status
 
         places = {commit.oid: place for place, commit in enumerate(known.made)}
@@ -281,11 +261,7 @@ class HubFolder:
         return History(now, tuple(made))
 
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
-        """Returns those files of the folder that exist among ``names``, without listing the folder.
-
-        Raises:
-            OSError: as ``files``.
-        """
+        """Those of the files that exist, without listing the folder. Raises OSError."""
         found: dict[str, HubFile] = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
             wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
@@ -301,7 +277,7 @@ class HubFolder:
 
 
 def get(url: str) -> Any:
-    """Sends a request for which the hub's client has no method. Returns a response of the client's own httpx."""
+    """Sends a request for which the hub's client has no method, with its httpx."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 

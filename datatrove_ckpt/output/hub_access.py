@@ -3,11 +3,9 @@
     question                                    asked by
     is there a token?                           no request
     is the repository there, may it be written  GET auth-check/write: the hub's own answer for token and repository
-    is the revision a branch?                   GET refs, and only if the URL names a revision
     is a bucket there?                          GET of the bucket; there is no question for the right to write to it
 
-So a rank asks once, or twice. ``whoami-v2`` was rejected: it tells what a token is, not whether this repository takes
-it (members of an organisation, resource groups), and the hub limits how often it may be asked.
+``whoami-v2`` was rejected: it does not tell whether this repository takes the token, and is limited.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
@@ -37,49 +34,40 @@ def check_access(
     private: bool | None = None,
     calls: StoppableCalls | None = None,
     only_look: bool = False,
-    committed: Callable[[], int] | None = None,
+    committed: Callable[[], int] = lambda: 0,
 ) -> str:
-    """Returns when the folder can be written to. Waits for a hub that is away or refuses for now.
+    """Returns what was found, for people, when the folder can be written to. Waits for a hub that refuses for now.
 
     Args:
         private: how to make a repository that is missing; None: do not make it.
-        calls: ends the wait when it is stopped.
         only_look: make nothing, and wait for seconds only.
-        committed: counts the files that the job has committed there. Called if the repository is missing: a new one
-            in its place would lack them.
-
-    Returns:
-        What was found, for people.
+        committed: counts the files that the job has committed there: a new repository would lack them.
 
     Raises:
-        OutputFailed: the folder cannot be written to. Says what to do.
-        Stopping: ``calls`` was stopped.
+        OutputFailed: the folder cannot be written to.
+        Stopping: ``calls`` were stopped.
     """
-    calls = calls or StoppableCalls()
-    access = _Access(folder, private, not only_look, committed)
     policy = retrying.HUB_LOOK
     if only_look:
         policy = retrying.HUB_PROBE
-    try:
-        return policy.run(partial(calls.run, access.ask, _ANSWER_SECONDS), folder.url, access.shown, sleep=calls.sleep)
-    except _Refused as error:
-        raise OutputFailed(str(error)) from None
-    except OSError as error:
-        advice = f"{folder.advice(error)} Then run the same command again."
-        raise OutputFailed(f"{folder.url}: {access.shown(error)}. {advice}") from error
+    access = _Access(folder, private, not only_look, committed)
+    calls = calls or StoppableCalls()
+    return calls.retry(folder.url, access.ask, policy, _shown, folder.advice, _ANSWER_SECONDS)
 
 
 def private_if_made(writer: DiskWriter) -> bool | None:
-    """How datatrove's writers for the hub make a missing repository; None for other writers, which do not make any."""
-    name = type(writer).__name__
-    if name not in ("HuggingFaceDatasetWriter", "HuggingFaceBucketWriter"):
-        return None
-    return bool(getattr(writer, "private", True))
+    """How a writer for the hub makes a missing repository; None: not at all."""
+    private: bool | None = getattr(writer, "private", None)
+    return private
 
 
 def repository_is_gone(folder: HubFolder, committed: int) -> str:
-    """The message about a repository or a bucket that is missing, although the job has committed files there."""
-    return _gone(folder, f"there is no {_kind(folder)} {folder.repo}, or this token may not see it", committed)
+    """The message about a missing repository in which the job has committed files."""
+    return _gone(folder, _no_repository(folder), committed)
+
+
+def _no_repository(folder: HubFolder) -> str:
+    return f"there is no {_kind(folder)} {folder.repo}, or this token may not see it"
 
 
 def _gone(folder: HubFolder, what: str, committed: int) -> str:
@@ -97,30 +85,27 @@ def _kind(folder: HubFolder) -> str:
     return f"{folder.kind} repository"
 
 
-class _Refused(PermissionError):
-    """A user must act. An ``OSError``, because calls into libraries end with these only."""
-
-
 @dataclass
 class _Access:
-    """The questions about one folder. The attributes are arguments of ``check_access``."""
+    """The questions about one folder. See ``check_access``."""
 
     _folder: HubFolder
     _private: bool | None
     _make: bool
-    _count_committed: Callable[[], int] | None
+    _count_committed: Callable[[], int]
 
     def ask(self) -> str:
         from huggingface_hub import constants, get_token
 
+        folder = self._folder
         if constants.HF_HUB_OFFLINE:
-            raise _Refused(f"{self._folder.url}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it.")
+            raise OutputFailed(f"{folder.url}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it.")
         if get_token() is None:
-            raise _Refused(
-                f"{self._folder.url}: there is no token for the hub. Export HF_TOKEN with one that may write to "
-                f"{self._folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
+            raise OutputFailed(
+                f"{folder.url}: there is no token for the hub. Export HF_TOKEN with one that may write to "
+                f"{folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
             )
-        if self._folder.is_bucket:
+        if folder.is_bucket:
             return self._check_bucket()
         return self._check_repository()
 
@@ -142,86 +127,61 @@ class _Access:
             return self._missing()
         if response.status_code != 404:
             hf_raise_for_status(response)
-        if folder.revision is not None:
-            self._check_branch(folder.revision)
         if response.status_code == 404:
-            return f"{self._folder.url}: whether the token may write to this hub shows with the first file."
-        return f"{self._folder.url} exists, and the token may write to it."
-
-    def _check_branch(self, revision: str) -> None:
-        refs = self._folder.api().list_repo_refs(
-            self._folder.repo, repo_type=self._folder.kind, include_pull_requests=revision.startswith("refs/pr/")
-        )
-        branches = {name for ref in refs.branches for name in (ref.name, ref.ref)}
-        if revision in branches or revision in {ref.ref for ref in refs.pull_requests or []}:
-            return
-        if revision in {name for ref in refs.tags for name in (ref.name, ref.ref)}:
-            raise _Refused(f"{self._folder.url}: {revision!r} is a tag. Files can only be added to a branch: name one.")
-        committed = self._committed()
-        if committed:
-            raise _Refused(_gone(self._folder, f"{self._folder.repo} has no branch {revision!r}", committed))
-        what = ["hf", "repos", "branch", "create", self._folder.repo, revision, "--repo-type", self._folder.kind]
-        raise _Refused(
-            f"{self._folder.url}: {self._folder.repo} has no branch {revision!r}. Correct the name, or make the "
-            f"branch: {shlex.join(what)}"
-        )
+            return f"{folder.url}: whether the token may write to this hub shows with the first file."
+        return f"{folder.url} exists, and the token may write to it."
 
     # a missing repository --------------------------------------------------------------------------------------------
 
     def _committed(self) -> int:
-        if self._count_committed is None:
-            return 0
         try:
             return self._count_committed()
         except CkptError as error:
-            raise _Refused(f"{self._folder.url} has vanished, or this token may not see it. {error}") from None
+            raise OutputFailed(f"{self._folder.url} has vanished, or this token may not see it. {error}") from None
 
     def _missing(self) -> str:
+        folder = self._folder
         committed = self._committed()
         if committed:
-            raise _Refused(repository_is_gone(self._folder, committed))
-        kind = _kind(self._folder)
+            raise OutputFailed(repository_is_gone(folder, committed))
+        kind = _kind(folder)
         if self._private is None:
-            raise _Refused(
-                f"{self._folder.url}: there is no {kind} {self._folder.repo}, or this token may not see it. Correct "
-                f"the name or the token, or make it: {self._command()}"
+            raise OutputFailed(
+                f"{folder.url}: {_no_repository(folder)}. Correct the name or the token, or make it: {self._command()}"
             )
-        if self._folder.revision is not None:
-            raise _Refused(
-                f"{self._folder.url}: there is no {kind} {self._folder.repo}, so it has no branch "
-                f"{self._folder.revision!r}. Make both: {self._command()}, then hf repos branch create."
+        if folder.revision is not None:
+            raise OutputFailed(
+                f"{folder.url}: {_no_repository(folder)}, so it has no branch {folder.revision!r}. Make both: "
+                f"{self._command()}, then hf repos branch create."
             )
         how = "public"
         if self._private:
             how = "private"
         if not self._make:
-            return f"{self._folder.url}: there is no {kind} {self._folder.repo} yet; a run makes it, {how}."
-        folder = self._folder
+            return f"{folder.url}: there is no {kind} {folder.repo} yet; a run makes it, {how}."
         if folder.is_bucket:
             folder.api().create_bucket(folder.repo, private=self._private, exist_ok=True)
         else:
             folder.api().create_repo(folder.repo, private=self._private, repo_type=folder.kind, exist_ok=True)
-        logger.info(f"{self._folder.url}: made the {how} {kind} {self._folder.repo}, which was not there.")
-        return f"{self._folder.url}: made the {how} {kind}."
+        logger.info(f"{folder.url}: made the {how} {kind} {folder.repo}, which was not there.")
+        return f"{folder.url}: made the {how} {kind}."
 
     def _command(self) -> str:
-        if self._folder.is_bucket:
-            return shlex.join(["hf", "buckets", "create", self._folder.repo, "--private"])
-        made = [self._folder.repo, "--repo-type", self._folder.kind]
-        return shlex.join(["hf", "repos", "create", *made, "--private"])
+        folder = self._folder
+        command = ["hf", "repos", "create", folder.repo, "--repo-type", folder.kind, "--private"]
+        if folder.is_bucket:
+            command = ["hf", "buckets", "create", folder.repo, "--private"]
+        return shlex.join(command)
 
-    # failures --------------------------------------------------------------------------------------------------------
 
-    def shown(self, error: BaseException) -> str:
-        """One line without the token, which a proxy may have quoted."""
-        from huggingface_hub import get_token
+def _shown(error: BaseException) -> str:
+    """One line without the token, which a proxy may have quoted."""
+    from huggingface_hub import get_token
 
-        status = http_status(error)
-        said = getattr(error, "server_message", None)
-        if status is None:
-            text = failure_line(error)
-        elif said:
-            text = f"the hub answers {status}, {said}"
-        else:
-            text = f"the hub answers {status}"
-        return " ".join(Redactor(get_token() or "")(text).split()).rstrip(".")
+    status = http_status(error)
+    if status is None:
+        text = failure_line(error)
+    else:
+        said = getattr(error, "server_message", None) or ""
+        text = f"the hub answers {status}, {said}".rstrip(", ")
+    return " ".join(Redactor(get_token() or "")(text).split()).rstrip(".")

@@ -1,15 +1,13 @@
 """Commits a rank's uploaded files to the hub: few commits for many files, in a thread of its own.
 
-The hub allows 128 commits per hour and repository, to all ranks together. So files whose content is uploaded wait until
-the first of them has waited ``hub_commit_seconds`` or a part of it, or there are 100 of them, or the rank has no more;
-then for the rank's turn (``hub_pace``). Meanwhile more files come together, and the next commit carries them, too.
+Uploaded files wait until the first of them has waited ``hub_commit_seconds`` or a part of it, or there are 100 of them,
+or the rank has no more; then for the rank's turn (``hub_pace``), while more may come.
 
     a kill before the commit       the next attempt writes the chunk again, and does not send content that the hub has
     a kill after the commit        the next attempt finds the same files there, and makes no commit
     the commit's answer gets lost  the files are looked up before they are sent again
 
-The hub may show a state before the commit that it has just made, so the same commit may be made twice. That is
-harmless: it puts the same bytes to the same paths.
+The hub may show a state before its newest commit, so the same commit may be made twice. That is harmless.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from datatrove_ckpt.output.hub_uploads import (
     GENERATION_GOES_ON,
     HubUploads,
     UploadedFile,
-    given_up,
     hub_failure,
 )
 from datatrove_ckpt.output.names import plain
+from datatrove_ckpt.output.stoppable import given_up
 
 MOST_FILES = 100
 """Files in a commit. The hub advises fewer than 100 or so."""
@@ -44,8 +42,6 @@ MOST_BYTES = 32 * 2**20
 
 @dataclass
 class _Chunk:
-    """A chunk with files that are not committed yet."""
-
     index: int
     left: int
     waiting: WaitingChunk
@@ -53,12 +49,7 @@ class _Chunk:
 
 
 class HubCommits(Placement):
-    """Commits what a rank has uploaded.
-
-    Args:
-        pace: when the rank may commit.
-        rank: for the commits' messages.
-    """
+    """Commits what a rank has uploaded. ``pace``: when the rank may commit."""
 
     def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int) -> None:
         self.confirmed: dict[str, int] = {}
@@ -79,7 +70,7 @@ class HubCommits(Placement):
     # publisher's thread ----------------------------------------------------------------------------------------------
 
     def uploaded(self, chunk_index: int, files: list[UploadedFile], forget: Callable[[], None]) -> None:
-        """Takes the files of a chunk, before ``wait`` is called for it. ``forget`` removes the staged files."""
+        """Takes the files of a chunk, before ``wait`` is called for it."""
         self._uploaded[chunk_index] = files, forget
 
     def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
@@ -106,7 +97,7 @@ class HubCommits(Placement):
             self._change.notify_all()
 
     def stop(self) -> None:
-        """Ends the thread, whose calls were stopped. A commit under way may still happen; the next attempt finds it."""
+        """A commit under way may still happen; the next attempt finds it."""
         with self._change:
             self._change.notify_all()
 
@@ -123,7 +114,7 @@ class HubCommits(Placement):
             batch[0][1].waiting.failed(error)
 
     def _next_batch(self) -> list[tuple[UploadedFile, _Chunk]]:
-        """Waits until a commit is due. Returns what it may carry, and nothing once the rank stops."""
+        """Waits until a commit is due. Returns its files, or none once the rank stops."""
         with self._change:
             while not self._calls.stopped:
                 due = None
@@ -160,17 +151,17 @@ class HubCommits(Placement):
             seen = self._uploads.commit(files, title, history.head)
         except OSError as error:
             folder = self._uploads.folder
-            what = f"{plural(len(self._queue), 'file')} wait for a commit"
+            what = f"{folder.url}: {plural(len(self._queue), 'file')} wait for a commit"
             try:
-                self._calls.sleep(attempts.failed(f"{folder.url}: {what}", error))
+                self._calls.sleep(attempts.failed(what, error))
             except OSError:
-                raise given_up(folder, what, error) from error
-            return  # the commit may have happened, although no answer said so: the next attempt looks
+                raise given_up(what, error, hub_failure, folder.advice) from error
+            return  # the commit may have happened: the next attempt looks
         attempts.succeeded()
         self._seconds = self._pace.seconds_of_next()
         with self._change:
             del self._queue[: len(batch)]
-            self._waiting_since = time.monotonic()  # of those left, which came later: the time starts anew
+            self._waiting_since = time.monotonic()
         for file, chunk in batch:
             self.confirmed[plain(file.name)] = seen
             chunk.left -= 1
@@ -179,16 +170,12 @@ class HubCommits(Placement):
                 chunk.waiting.done()
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
-        kept = self._pace.per_hour - self._pace.most(ends)
-        share = ""
-        if kept:
-            share = f", {kept} of them for ranks that end"
         meanwhile = "generation goes on"
         if ends:
             meanwhile = "the rank has nothing else left to do"
         logger.info(
             f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: {made} were made "
-            f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}{share}. "
+            f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "
             f"Next look in {duration(seconds)}; {meanwhile}."
         )
         with self._change:

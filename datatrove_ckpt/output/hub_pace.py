@@ -1,12 +1,11 @@
 """How often the ranks of a job commit to one repository of the hub, all together.
 
-The hub allows 128 commits per hour and repository to a free account, and refuses more for up to an hour, to everybody:
-also to who keeps the dataset's card up to date. The ranks share nothing but the repository. So each counts the commits
-that its history has of the last hour, and waits for its turn once there are ``per_hour``. A commit is made only if
-nobody else has committed since it counted, so many ranks at once stay within that number, too.
+The hub allows 128 commits per hour and repository to a free account, and then refuses everybody's for up to an hour. So
+each rank counts the commits of the last hour in the repository's history, and waits for its turn once there are
+``per_hour``. A commit is made only if there was no other since it counted, so ranks stay within that number together.
 
-A rank with more documents loses nothing while it waits. One that has come to its end keeps a GPU for nothing. So the
-former wait at half of the number, and the rest is for the latter.
+A rank with more documents loses nothing while it waits, and waits at half of the number. One that has come to its end
+keeps a GPU for nothing: the rest is for such ranks.
 """
 
 from __future__ import annotations
@@ -23,24 +22,20 @@ COMMITS_PER_HOUR = 128
 
 HOUR = 3600.0
 
-_SPREAD_SECONDS = 2.0  # the hub's dates may be rounded down, and two ranks may wait for the same turn
+_SPREAD_SECONDS = 2.0  # the hub's dates may be rounded down
 _FIRST_SHARE = 0.5
 _SHARE_BEFORE_END = 0.5  # of the commits per hour, for ranks that have more to do
 _RANK = re.compile(r": rank (\d+), chunks? ")
 
 
 def commit_title(files: str, rank: int, chunks: str) -> str:
-    """The title of a commit, from which other ranks see whose it is. ``files``: "3 files"."""
+    """From the title, other ranks see whose commit it is. ``files``: "3 files"."""
     return f"Add {files}: rank {rank}, chunks {chunks}"
 
 
 @dataclass(frozen=True)
 class MadeCommit:
-    """A commit in the history of a repository.
-
-    Attributes:
-        at: seconds since 1970, by the hub's clock.
-    """
+    """``at``: Unix seconds, by the hub's clock."""
 
     oid: str
     at: float
@@ -52,7 +47,7 @@ class History:
     """What the hub shows of a branch.
 
     Attributes:
-        now: the hub's clock, in seconds since 1970.
+        now: the hub's clock, in Unix seconds.
         made: its commits of the last hour, and the newest one however old it is. Newest first.
     """
 
@@ -61,7 +56,6 @@ class History:
 
     @property
     def head(self) -> str | None:
-        """The newest commit."""
         if not self.made:
             return None
         return self.made[0].oid
@@ -76,11 +70,11 @@ class CommitPace:
     """When a rank commits.
 
     Args:
-        seconds: how long what is uploaded waits for more files of its rank.
-        per_hour: commits to the repository in any hour, everybody's, beyond which every rank waits.
+        seconds: how long uploaded files wait for more files of their rank.
+        per_hour: everybody's commits to the repository in any hour, beyond which every rank waits.
 
     Raises:
-        ConfigError: one of them cannot be.
+        ConfigError: a value is out of range.
     """
 
     seconds: float = 300.0
@@ -93,7 +87,7 @@ class CommitPace:
             raise ConfigError(f"hub_commits_per_hour: must be >= 1; it is {self.per_hour}.")
 
     def seconds_of_next(self) -> float:
-        """How long the next files wait for more: ranks that start together must not commit together."""
+        """Ranks that start together must not commit together."""
         return self.seconds * random.uniform(_FIRST_SHARE, 1)
 
     def most(self, ends: bool) -> int:
@@ -107,9 +101,6 @@ class CommitPace:
 
         Each commit that becomes older than an hour makes room for one. As many ranks as have committed compete for
         them, so each waits for one of the next so many, drawn by chance.
-
-        Args:
-            ends: see ``most``.
         """
         made = history.of_last_hour[::-1]
         over = len(made) - self.most(ends)

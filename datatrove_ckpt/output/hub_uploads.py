@@ -1,7 +1,7 @@
 """Reads from a folder on the hub, and uploads the content of files ahead of the commit that names them.
 
-``preupload_lfs_files`` reads the staged file itself: no copy is made. Content that the hub has already, because an
-earlier attempt uploaded it, is not sent again. Small text files are no LFS objects: they travel inside the commit.
+``preupload_lfs_files`` reads the staged file itself, without a copy, and does not send content that the hub has
+already. Small text files are no LFS objects: they travel inside the commit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import RetryPolicy, http_status, library_line
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.committed import other_content
+from datatrove_ckpt.output.committed import other_content, some
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import History
 from datatrove_ckpt.output.listing import FoundFiles
@@ -48,7 +47,7 @@ _CONTENTION = (409, 412)
 
 
 class UploadedFile:
-    """A file whose content is on the hub, or goes there inside its commit. ``operation``: after its upload."""
+    """A file whose content is on the hub, or goes there inside its commit."""
 
     def __init__(self, name: str, operation: CommitOperationAdd) -> None:
         self.name = name
@@ -64,24 +63,19 @@ class UploadedFile:
         """Whether the repository's .gitignore leaves the file out of every commit, without an error."""
 
     def operation(self) -> CommitOperationAdd:
-        """A new operation for each attempt: the client marks those that were committed, and refuses them then."""
+        """A new one for each attempt: the client refuses operations that were committed."""
         return copy.copy(self._operation)
 
     def is_there(self, found: HubFile | None) -> bool:
-        """Whether this is the file that the hub has."""
-        if found is None or found.size != self._operation.upload_info.size:
-            return False
-        if self._is_regular:
-            return found.blob == self.content_hash
-        return found.oid == self.content_hash
+        return found is not None and found.hash == self.content_hash
 
     def may_replace(self, found: HubFile) -> bool:
-        """Whether the file that the hub has is this one, or one that the rank has published before."""
+        """Whether the hub has this file, or one that the rank has published before."""
         return self.is_there(found) or found.hash in self.earlier
 
     @cached_property
     def content_hash(self) -> str:
-        """The hash by which the hub lists the file: SHA-256, or git's hash of a file that is not in LFS."""
+        """The hash by which the hub lists the file: SHA-256, or git's hash outside of LFS."""
         if not self._is_regular:
             return str(self._operation.upload_info.sha256.hex())
         with self._operation.as_file() as file:
@@ -92,104 +86,84 @@ class UploadedFile:
 class HubReads:
     """Reads from one folder, and waits for a hub that does not answer."""
 
+    lease: RankLease | None = None
+
     def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
         self.folder = folder
         self.calls = calls
 
-    def looked(self, what: str, call: Callable[[], T], patience_seconds: float | None = None) -> T:
-        """Calls until it works, before or after generation.
-
-        Args:
-            patience_seconds: how long it may fail, and how long one call may take; None: five minutes.
-
-        Raises:
-            OutputFailed: it cannot work, or has failed for that long.
-            Stopping: ``stop`` was called meanwhile.
-        """
-        policy = retrying.HUB_LOOK
-        if patience_seconds is not None:
-            policy = replace(policy, patience=patience_seconds)
-        return self._retried(what, call, policy.patience, policy)
-
-    def _retried(
+    def looked(
         self,
         what: str,
         call: Callable[[], T],
-        at_most_seconds: float,
-        policy: RetryPolicy,
-        sleep: Callable[[float], None] | None = None,
+        policy: RetryPolicy | None = None,
+        at_most_seconds: float | None = None,
     ) -> T:
-        """``at_most_seconds``: for one call."""
-        run = partial(self.calls.run, call, at_most_seconds)
+        """Calls until it works.
+
+        Args:
+            policy: None: ``HUB_LOOK``, before or after generation.
+            at_most_seconds: for one call; None: the patience of the policy.
+
+        Raises:
+            OutputFailed: the call cannot work, or has failed for too long.
+            Stopping: the calls were stopped.
+        """
+        policy = policy or retrying.HUB_LOOK
         meanwhile = ""
         if policy is retrying.HUB:
             meanwhile = GENERATION_GOES_ON
-        try:
-            return policy.run(run, f"{self.folder.url}: {what}", hub_failure, meanwhile, sleep or self.calls.sleep)
-        except OSError as error:
-            raise given_up(self.folder, what, error) from error
+        at_most_seconds = at_most_seconds or policy.patience
+        folder = self.folder
+        what = f"{folder.url}: {what}"
+        return self.calls.retry(what, call, policy, hub_failure, folder.advice, at_most_seconds, self.lease, meanwhile)
 
-    def look_again(self, found: FoundFiles, files: Iterable[OutputFile]) -> None:
-        """Adds to a listing what the hub shows now of those files that it seemed to lack, or to have changed.
-
-        Raises:
-            OutputFailed: the hub cannot be asked.
-            Stopping: ``stop`` was called meanwhile.
-        """
+    def listed(
+        self, call: Callable[[], FoundFiles], files: Iterable[OutputFile], policy: RetryPolicy | None = None
+    ) -> FoundFiles:
+        """Lists the folder by a call, and looks again at those of the files that it seems to lack."""
+        found = self.looked("cannot be listed", call, policy)
         for seconds in LAG_LOOKS:
             files = [file for file in files if not found.is_right(file)]
             if not files:
-                return
+                break
             self.calls.sleep(seconds)
             names = [plain(file.path) for file in files]
             found.show(self.looked("cannot be listed", partial(self._newest, names)))
+        return found
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist in the branch's newest commit, which a branch's name may lag behind."""
+        """A branch's name may lag behind its newest commit."""
         folder = self.folder
         if folder.is_bucket:
             return folder.look_up(names)
-        head = folder.api().repo_info(folder.repo, revision=folder.branch, repo_type=folder.kind).sha
-        return folder.look_up(names, head)
+        return folder.look_up(names, folder.head())
 
 
 class HubUploads(HubReads):
-    """Uploads to one folder, and commits there.
-
-    Args:
-        lease: to be checked before a commit. It is checked before each further attempt of an upload.
-    """
+    """Uploads to one folder, and commits there."""
 
     def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
         super().__init__(folder, calls)
-        self.lease = lease
+        self.lease: RankLease = lease
         self._history = History()
         self._seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
 
     def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the content of files. Returns them, to be committed.
-
-        Args:
-            files: paths by their names in the folder. They must stay until they are committed.
-
-        Raises:
-            OutputFailed: the hub refuses them.
-            Stopping: ``stop`` was called meanwhile.
-        """
-
+        """Uploads the content of files, by their names in the folder. The files must stay until they are committed."""
         if not files:
             return []
         send = self._preupload
         if self.folder.is_bucket:
             send = self._put_in_bucket
         seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
-        what = f"{_some(list(files))} could not be uploaded"
-        uploaded = self._retried(what, partial(send, files), seconds, retrying.HUB, self._pause)
+        what = f"{some(list(files))} could not be uploaded"
+        uploaded = self.looked(what, partial(send, files), retrying.HUB, seconds)
         ignored = [file.name for file in uploaded if file.is_ignored]
         if ignored:
             raise OutputFailed(
-                f"{self.folder.url}: the repository's .gitignore leaves {_some(ignored)} out of every commit. Change "
+                f"{self.folder.url}: the repository's .gitignore leaves {some(ignored)} out of every commit. Change "
                 "it, or choose another output_filename, and run the same command again. Nothing that was saved is lost."
             )
         return uploaded
@@ -213,46 +187,32 @@ class HubUploads(HubReads):
         return []
 
     def there(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist. Waits for a hub that does not answer.
-
-        Raises:
-            OutputFailed: the hub refuses.
-            Stopping: ``stop`` was called meanwhile.
-        """
+        """Those of the files that exist. Raises OutputFailed and Stopping."""
         look_up = partial(self.folder.look_up, names)
-        return self._retried("cannot be listed", look_up, ANSWER_SECONDS, retrying.HUB, self._pause)
+        return self.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
 
     def history(self) -> History:
-        """The branch's newest commit, and the commits of the last hour.
-
-        Raises:
-            OSError: the hub refused, or no answer came.
-            Stopping: ``stop`` was called meanwhile.
-        """
+        """The branch's newest commit, and those of the last hour. Raises OSError and Stopping."""
         found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
         return self._history
 
     def is_earlier(self, history: History, seen: int) -> bool:
-        """Whether what the hub shows is a state before a commit. ``seen``: what ``commit`` has returned for that."""
+        """Whether the hub shows a state before a commit. ``seen``: what ``commit`` has returned."""
         return history.head in self._seen[:seen]
 
     def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
         """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have happened.
 
-        Returns how many commits had been seen before.
+        Another job's files may have appeared: only content that this rank may have published is replaced.
 
-        The files of another job may have appeared since the rank's start: only content that this rank may have
-        published is replaced.
-
-        Args:
-            head: the branch's newest commit. If there is a newer one, the hub refuses (412).
+        Returns:
+            How many commits had been seen before.
 
         Raises:
             OutputMismatch: a file is there with other content. Nothing was overwritten.
-            OSError: the hub refused it, or no answer came.
-            Stopping: ``stop`` was called meanwhile.
+            OSError: the hub refused, as if ``head`` is not the newest commit any more, or no answer came.
         """
         folder = self.folder
         found = self.calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
@@ -265,25 +225,8 @@ class HubUploads(HubReads):
         self.calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
         return len(self._seen)
 
-    def _pause(self, seconds: float) -> None:
-        self.calls.sleep(seconds)
-        self.lease.check()
-
 
 def hub_failure(error: BaseException) -> str:
-    """What a log line says about a failed call."""
     if http_status(error) in _CONTENTION:
         return f"another process committed at the same moment (HTTP {http_status(error)})"
     return library_line(error)
-
-
-def given_up(folder: HubFolder, what: str, error: OSError) -> OutputFailed:
-    """The error for a call that is not made again: what happened, and what to do."""
-    kept = "Nothing that was saved is lost: run the same command again"
-    return OutputFailed(f"{folder.url}: {what}: {library_line(error)}. {folder.advice(error)} {kept}.")
-
-
-def _some(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    return f"{plural(len(names), 'file')} ({names[0]}, ...)"

@@ -1,14 +1,11 @@
 """datatrove's writers for the hub, without their own uploads.
 
-``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` write to a local folder, and upload and commit by
-themselves when they are closed. A chunk could then not be published in one step. So their settings are taken over by
-Parquet writers with a folder on the hub, whose chunks are uploaded like those of any other writer. These have the same
-class names, because the run's identity holds them.
+``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` upload and commit by themselves when they are closed, so a
+chunk could not be published in one step. Their settings are taken over by Parquet writers with a folder on the hub.
+These have the same class names, because the run's identity holds them.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -21,13 +18,13 @@ _WRITERS = ("HuggingFaceDatasetWriter", "HuggingFaceBucketWriter")
 
 
 class HuggingFaceDatasetWriter(ParquetWriter):  # type: ignore[misc]
-    """Writes to a dataset repository. ``private``: how the repository is made if it is not there."""
+    """Writes to a dataset repository. ``private``: how it is made if it is missing."""
 
     private: bool
 
 
 class HuggingFaceBucketWriter(ParquetWriter):  # type: ignore[misc]
-    """Writes to a bucket. ``private``: how the bucket is made if it is not there."""
+    """Writes to a bucket."""
 
     private: bool
 
@@ -64,7 +61,7 @@ def _owned(name: str) -> str:
     return name
 
 
-def _take_over(writer: Any, kind: type[ParquetWriter], folder: HubFolder) -> ParquetWriter:  # writers have no types
+def _take_over(writer: DiskWriter, kind: type[ParquetWriter], folder: HubFolder) -> ParquetWriter:
     taken = kind(
         folder.url,
         writer.output_filename.template,

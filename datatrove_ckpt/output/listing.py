@@ -1,8 +1,7 @@
 """Which files of a template lie in an output folder, and how large they are: one listing, however many there are.
 
-Locally only the folders are read in which a file of the template may be. On object stores that can list by prefix
-(s3fs, gcsfs, adlfs), only the names of one rank are listed, 1000 per request. The hub is asked afresh each time, for
-the folder that all names of the template have in common.
+Locally only the folders are read in which a file of the template may be. Object stores that can list by prefix list the
+names of one rank. The hub is asked for the folder that all names of the template have in common.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import os
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 from datatrove.io import DataFolder
@@ -29,6 +28,9 @@ from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
+
+Info: TypeAlias = Mapping[str, Any]
+"""What a file system of fsspec tells of a file."""
 
 _BLOCK = 1 << 20
 _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
@@ -42,8 +44,7 @@ class FoundFiles:
         sizes: in bytes, by path; None: the store tells no size.
         touched: committed files with another stamp than their commit names.
         altered: committed files with another content than their commit names.
-        by_rank: the files that the template may have named, and no commit names, each with the folder of its retry
-            ("": of no retry).
+        by_rank: files that the template may have named, and no commit names, each with the folder of its retry or "".
         hub_files: what the hub tells of the files; empty elsewhere.
     """
 
@@ -59,9 +60,9 @@ class FoundFiles:
         self.sizes |= {name: file.size for name, file in files.items()}
 
     def note(self, name: str, size: int | None, stamp: int, file: OutputFile | None) -> None:
-        """Adds a file. ``file``: what a commit says of it; None: no commit names it."""
+        """Adds a file. ``file``: what a commit says of it."""
         if file is not None:
-            name = file.path  # no second copy of a million names
+            name = file.path
             if file.stamp not in (0, stamp) and file.size == size:
                 self.touched.add(plain(name))
         self.sizes[name] = size
@@ -81,94 +82,92 @@ class FoundFiles:
 def list_output(
     writer: DiskWriter, committed: Mapping[str, OutputFile], rank: int | None = None, others: bool = True
 ) -> FoundFiles:
-    """Lists an output folder.
-
-    It finds every file that exists among ``committed``, and every other one that the template may have named. It may
-    find more.
+    """Lists the files that exist among ``committed``, by their plain paths, and those that the template may have named.
 
     Args:
-        committed: by their plain paths.
         rank: only look for other files of this rank.
         others: look for other files at all. Without them the hub needs one request for 500 names.
-
-    Raises:
-        OSError: the folder cannot be read. One that does not exist holds no files.
     """
-    folder = writer.output_folder
     head, everywhere = _head(writer.output_filename, rank)
-    if folder.is_local():
-        return _list_local(Path(folder.resolve_paths("")), head, everywhere, committed)
-    hub = HubFolder.of(folder)
-    if hub is None:
-        return _list_remote(folder, head, writer.max_file_size > 0, committed)
+    numbered = writer.max_file_size > 0
     try:
-        return _list_hub(hub, posixpath.dirname(head), committed, others)
+        return list_files(writer.output_folder, committed, head, everywhere, numbered, others, STAGING)
     except OSError as error:
         if committed or private_if_made(writer) is None or not is_missing_repository(error):
             raise
         return FoundFiles()  # a run makes it
 
 
-def _list_local(root: Path, head: str, everywhere: bool, committed: Mapping[str, OutputFile]) -> FoundFiles:
+def list_files(
+    folder: DataFolder,
+    committed: Mapping[str, OutputFile],
+    head: str = "",
+    everywhere: bool = True,
+    numbered: bool = False,
+    others: bool = True,
+    without: str = "",
+) -> FoundFiles:
+    """Lists a folder: the committed files, and at least the others whose names start with ``head``. Raises OSError.
+
+    Args:
+        everywhere: also those in the folders below that.
+        numbered: a number stands before each name.
+        without: a local folder that is left out.
+    """
     found = FoundFiles()
-    for name, status in _scan(root, head, everywhere):
-        found.note(name, status.st_size, local_stamp(status), committed.get(name))
-    for name, status in _look_at(root, [name for name in committed if name not in found.sizes]):
-        found.note(name, status.st_size, local_stamp(status), committed[name])
+    hub = HubFolder.of(folder)
+    if folder.is_local():
+        root = Path(folder.resolve_paths(""))
+        for name, status in _scan(root, head, everywhere, without):
+            found.note(name, status.st_size, local_stamp(status), committed.get(name))
+        for name in [name for name in committed if name not in found.sizes]:  # behind a link, or of an earlier template
+            with suppress(FileNotFoundError, NotADirectoryError):
+                status = (root / name).stat()
+                found.note(name, status.st_size, local_stamp(status), committed[name])
+    elif hub is not None:
+        found.hub_files = _hub_files(hub, posixpath.dirname(head), committed, others)
+        for name, file in found.hub_files.items():
+            found.note(name, file.size, file.stamp, committed.get(name))
+    else:
+        for name, info in _remote_files(folder, head, numbered, committed).items():
+            found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
     return found
 
 
-def _list_hub(hub: HubFolder, base: str, committed: Mapping[str, OutputFile], others: bool) -> FoundFiles:
-    """Lists the part of the folder where files of the template may be, and committed files elsewhere."""
-    found = FoundFiles()
-    files = found.hub_files
+def _hub_files(hub: HubFolder, base: str, committed: Collection[str], others: bool) -> dict[str, HubFile]:
+    """The part of the folder where files of the template may be, and committed files elsewhere."""
+    files: dict[str, HubFile] = {}
     with file_system_call():
         if others:
-            for name, file in hub.below(base).files().items():
-                files[posixpath.join(base, name)] = file
-        files |= hub.look_up([name for name in committed if name not in files])
-    for name, file in files.items():
-        found.note(name, file.size, file.stamp, committed.get(name))
-    return found
+            files = {posixpath.join(base, name): file for name, file in hub.below(base).files().items()}
+        return files | hub.look_up([name for name in committed if name not in files])
 
 
-def _list_remote(folder: DataFolder, head: str, numbered: bool, committed: Mapping[str, OutputFile]) -> FoundFiles:
+def _remote_files(folder: DataFolder, head: str, numbered: bool, committed: Collection[str]) -> dict[str, Info]:
     with file_system_call():
         folder.invalidate_cache()
         remote = _find(folder, head, numbered)
         # Files that an earlier template named, or those with a number other than the first.
         if any(name not in remote and not name.startswith(head) for name in committed):
             remote |= _find(folder, "", numbered=False)
-        return _noted(remote, committed)
-
-
-def _noted(infos: Mapping[str, Mapping[str, Any]], committed: Mapping[str, OutputFile]) -> FoundFiles:
-    found = FoundFiles()
-    for name, info in infos.items():
-        found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
-    return found
+    return remote
 
 
 # What a file system calls a value that changes with a file, the surest first.
 _TAGS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
 
 
-def remote_stamp(info: Mapping[str, Any]) -> int:
-    """The stamp of a file, see ``OutputFile``, from what fsspec tells of it."""
+def remote_stamp(info: Info) -> int:
+    """See ``OutputFile``."""
     return stamp_of(next((str(info[tag]) for tag in _TAGS if info.get(tag)), ""))
 
 
 def local_stamp(status: os.stat_result) -> int:
-    """The stamp of a file on a disk."""
     return stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")
 
 
 def content_hash(folder: DataFolder, path: str) -> str:
-    """The xxh128 of a file's content.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The xxh128 of a file's content. Raises OSError."""
     hub = HubFolder.of(folder)
     if hub is None or hub.is_bucket:
         with folder.open(path, "rb") as file:
@@ -180,7 +179,7 @@ def content_hash(folder: DataFolder, path: str) -> str:
 
 
 def _head(template: Template, rank: int | None) -> tuple[str, bool]:
-    """What all names start with, and whether the folders below that are part of the names, too."""
+    """What all names start with, and whether the folders below are part of the names, too."""
     mark = "\0"
     values = dict.fromkeys(template.get_identifiers(), mark)
     if rank is not None:
@@ -192,11 +191,10 @@ def _head(template: Template, rank: int | None) -> tuple[str, bool]:
     return head, "/" in rest or bool(fields_of_documents(template))
 
 
-def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, os.stat_result]]:
+def _scan(root: Path, head: str, everywhere: bool, without: str) -> Iterator[tuple[str, os.stat_result]]:
     """The files whose names start with ``head``, perhaps after a number, as writers with max_file_size give it.
 
-    Only these are looked at: a folder that all ranks share may hold a million files, and to look at one may take a
-    request to a file server.
+    Only these are looked at: a shared folder may hold a million files, and each look may be a request to a file server.
     """
     base, start = posixpath.split(head)
     may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match
@@ -210,30 +208,21 @@ def _scan(root: Path, head: str, everywhere: bool) -> Iterator[tuple[str, os.sta
         except PermissionError:
             if name == base:
                 raise
-            continue  # not a folder of ours
+            continue
         with found:
-            for entry in found:  # not a list of them: a million take 200 MB
+            for entry in found:  # no list: a million take 200 MB
                 path = posixpath.join(name, entry.name)
                 if name == base and not may_be_ours(entry.name):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    if everywhere and path != STAGING:
+                    if everywhere and path != without:
                         waiting.append(path)
                 elif entry.is_file():
                     with suppress(FileNotFoundError):  # removed meanwhile
                         yield path, entry.stat()
 
 
-def _look_at(root: Path, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Names that the scan has not met: behind a symbolic link, or of an earlier template."""
-    for name in names:
-        try:
-            yield name, (root / name).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-
-
-def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, Mapping[str, Any]]:
+def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, Info]:
     base, start = posixpath.split(head)
     find = getattr(folder.fs, "_find", folder.fs.find)
     options = {}

@@ -1,8 +1,8 @@
 """The names of output files: filled in from documents, checked, and recognised in a listing.
 
-``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours: metadata of these names never replaces them. Every
-other field comes from a document's metadata, which is not trusted. A name that such a field makes must stay inside the
-output folder, must not be one of our own folders, and must fit a file system; a value with "/" is a subfolder.
+``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Every other field comes from a document's
+metadata, which is not trusted: the name must stay inside the output folder, must not be one of our own folders, and
+must fit a file system; a value with "/" is a subfolder.
 """
 
 from __future__ import annotations
@@ -37,16 +37,13 @@ _NUMBER = r"(?:\d{3,}_)?"  # a writer with max_file_size puts it in front of eac
 
 
 def fields_of_documents(template: Template) -> list[str]:
-    """The placeholders that a document fills in: all but the rank and the chunk index."""
     return [name for name in template.get_identifiers() if name not in ("rank", "chunk_index")]
 
 
 class FileNames:
-    """The names of one rank's output files.
+    """The names of one rank's output files. ``prefix`` stands before the chunk index.
 
-    Args:
-        prefix: stands before the chunk index.
-        checkpoints: ``checkpoints_local_dir``. No document may name a file in it.
+    No document may name a file in ``checkpoints``, which is ``checkpoints_local_dir``.
     """
 
     def __init__(self, writer: DiskWriter, rank: int, prefix: str = "", checkpoints: Path | None = None) -> None:
@@ -63,31 +60,22 @@ class FileNames:
         self._odd_parts_of_template = _odd_parts(Template(self.template).substitute(neutral))
 
     def chunk_field(self, chunk_index: int) -> str:
-        """The value of ``${chunk_index}``."""
         return f"{self._prefix}{chunk_index:05d}"
 
     def check(self, document: Document, chunk_index: int) -> None:
-        """Checks the name of the file that the document goes to.
-
-        Raises:
-            InvalidFileName: it cannot be the name of an output file.
-        """
+        """Raises InvalidFileName if the document's file cannot be an output file."""
         if self.fields:
             self.fill({**document.metadata, "id": document.id, "chunk_index": self.chunk_field(chunk_index)})
 
     def keywords(self, document: Document, chunk_index: int) -> dict[str, str]:
-        """What ``DiskWriter.write`` gets beside the document. Metadata does not replace it."""
+        """What ``DiskWriter.write`` gets beside the document."""
         found = {"chunk_index": self.chunk_field(chunk_index)}
         if "id" in self.fields:
             found["id"] = document.id
         return found
 
     def fill(self, values: Mapping[str, object]) -> str:
-        """The name that the template gives with these values and this rank.
-
-        Raises:
-            InvalidFileName: it cannot be the name of an output file.
-        """
+        """The name that the template gives with these values and this rank. Raises InvalidFileName."""
         try:
             name = Template(self.template).substitute(values, rank=f"{self.rank:05d}")
         except KeyError as error:
@@ -107,7 +95,6 @@ class FileNames:
         return name
 
     def _problem(self, values: Mapping[str, object], name: str) -> str | None:
-        """Why this cannot be the name of an output file; None if it can."""
         if _CONTROL.search("".join(str(values[field]) for field in self.fields)):
             return "has a control character or a backslash"
         try:
@@ -128,7 +115,7 @@ class FileNames:
 
 
 class OurTemplate(Template):
-    """Stands for a writer's ``output_filename``, and gives the names that ``FileNames`` allows."""
+    """Stands for a writer's ``output_filename``."""
 
     def __init__(self, names: FileNames) -> None:
         super().__init__(names.template)
@@ -146,7 +133,6 @@ class OurTemplate(Template):
 
 
 def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tuple[str, ...]]:
-    """The checkpoint's place below a local output folder."""
     if checkpoints is None or not writer.output_folder.is_local():
         return []
     folder = Path(writer.output_folder.resolve_paths("")).absolute()
@@ -160,10 +146,10 @@ def _odd_parts(name: str) -> int:
 
 
 def plain(name: str) -> str:
-    """The name without parts such as "." in it, as a listing has it."""
+    """The name as a listing has it, without parts such as "."."""
     found = posixpath.normpath(name)
     if found == name:
-        return name  # no second copy of a million names
+        return name  # no second copy: there may be a million
     return found
 
 
@@ -175,7 +161,7 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
 
     Args:
         any_writer: also names that datatrove's own InferenceRunner gives, and those with other endings.
-        rank: digits of the only rank to recognise; every rank if it is not given.
+        rank: digits of the only rank to recognise.
     """
     numbers = {"rank": rank, "chunk_index": _RETRY + _CHUNK}
     endings = ""
@@ -204,12 +190,12 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
 
 
 def stem(template: str) -> str:
-    """The template without the endings of formats and compressions. Writers may add such an ending, or leave it out."""
+    """The template without the endings of formats and compressions, which writers may add or leave out."""
     return _ENDINGS.sub("", plain(template))
 
 
 def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
-    """The rank's key (folder of the retry or "", and rank) and the chunk index in a name that matched a pattern."""
+    """The rank's key (the retry's folder or "", and rank) and the chunk index in a matched name."""
     names = match.groupdict()
     retry, _, index = (names.get("chunk_index") or "0").rpartition("_")
     root = ""
@@ -219,7 +205,7 @@ def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
 
 
 def writer_name(writer: DiskWriter | type[DiskWriter]) -> str:
-    """The writer's class with its module; of datatrove's and ours with the package only, whose modules may move."""
+    """The class with its module; of datatrove and this package without, whose modules may move."""
     kind = writer if isinstance(writer, type) else type(writer)
     place = kind.__module__
     package = place.partition(".")[0]

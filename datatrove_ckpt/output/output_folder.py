@@ -1,6 +1,6 @@
 """OutputFolder: a rank's output folder as it is looked at: who may use it, whose it is, and which files are there.
 
-Nothing here writes output, so nothing here needs the rank's lease: most refusals come before the rank is taken.
+Nothing here writes output or needs the rank's lease: most refusals come before the rank is taken.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
@@ -18,7 +18,7 @@ from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.stoppable import StorageCalls
+from datatrove_ckpt.output.stoppable import StoppableCalls
 
 T = TypeVar("T")
 
@@ -28,7 +28,6 @@ class OutputFolder:
 
     Args:
         check: compares the folder with what the checkpoints say.
-        rank: the rank, for the writer's filename template.
         scratch: the rank's checkpoint, below which files for a remote output folder are staged.
         prefix: stands before the chunk index in file names.
     """
@@ -45,15 +44,11 @@ class OutputFolder:
             self.retry = scratch.parent.name
         self.is_first = False
         """Whether ``refuse_existing`` was called, and refused nothing."""
-        self.calls = StorageCalls()
+        self.calls = StoppableCalls()
         """All calls and pauses for the folder, also those of the target. ``ChunkOutput.stop`` ends them."""
 
     def refuse_existing(self) -> None:
-        """Call it before the first start of a rank.
-
-        Raises:
-            OutputMismatch: the folder holds files that this rank would write, or belongs to another run.
-        """
+        """Call it before the first start of a rank. Raises OutputMismatch for files that this rank would write."""
         self.check_access()
         commits = RankCommits(self.check.root, self.rank)
         self.check.refuse_existing(commits, self.look(commits), self.retry)
@@ -64,13 +59,14 @@ class OutputFolder:
         """Call it before the first start of a job with another output folder. Compares names and sizes.
 
         Raises:
-            OutputMismatch: committed files of some rank are not in this folder, or it belongs to another run.
+            OutputMismatch: committed files are not in this folder, or it belongs to another run.
         """
         root = self.check.root
         commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
         committed = self.check.by_name(commits)
         if committed:
-            self.check.refuse_lost(committed, self._list(committed, contents=False))
+            look = partial(self.check.look, committed, contents=False)
+            self.check.refuse_lost(committed, self._list(committed, look))
 
     def check_access(self) -> None:
         """Call it before the folder is listed: a listing does not tell what is missing."""
@@ -79,26 +75,19 @@ class OutputFolder:
             check_access(self.hub, private_if_made(self.writer), self.calls, committed=committed)
 
     def claim(self) -> None:
-        """Makes the run the owner of the folder, unless another run is."""
         self._call("cannot be claimed for this run", partial(self.check.owner.claim, self.check.is_unused))
 
     def look(self, commits: RankCommits, others: bool = True) -> FoundFiles:
-        """Compares the folder with what the rank has committed. ``others``: also looks for files that no commit names.
+        """Compares the folder with what the rank has committed. ``others``: also looks for uncommitted files."""
+        committed = self.check.by_name([commits])
+        return self._list(committed, partial(self.check.look, committed, self.rank, others))
 
-        Raises:
-            OutputMismatch: the folder belongs to another run.
-            StorageFailed, OutputFailed: it cannot be read.
-        """
-        return self._list(self.check.by_name([commits]), rank=self.rank, others=others)
-
-    def _list(self, committed: Mapping[str, CommittedFile], **options: Any) -> FoundFiles:
-        found = self._call("cannot be listed", partial(self.check.look, committed, **options))
+    def _list(self, committed: Mapping[str, CommittedFile], look: Callable[[], FoundFiles]) -> FoundFiles:
         if self.hub is not None:  # it may not show yet what it has committed
-            HubReads(self.hub, self.calls).look_again(found, committed.values())
-        return found
+            return HubReads(self.hub, self.calls).listed(look, committed.values())
+        return self._call("cannot be listed", look)
 
     def _call(self, what: str, call: Callable[[], T]) -> T:
-        """Calls what looks at the folder. ``what`` starts the messages."""
         where = self.check.where
         if self.writer.output_folder.is_local():
             with explained("read", Path(where).absolute()):

@@ -1,20 +1,18 @@
 """The owner of an output folder: one run for each ``output_filename``, named by a small file beside the folder.
 
-The file is made before the first request, so that one of several runs alone succeeds: by a link on a disk, a
-conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. Other stores, buckets of the hub
-among them, have nothing of the kind: there the file is written, and read again a second later. Two runs that start in
-that second may both go on, until the first one publishes and reads the file once more.
+The file is made before the first request, so that only one of several runs succeeds: by a link on a disk, a conditional
+PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. Elsewhere, and in buckets of the hub, the file
+is written, and read again a second later. Two runs that start in that second may both go on, until the first one
+publishes and reads the file once more.
 
-The file is beside the folder and not in it, because datatrove's readers take every file below a folder for data. Where
-nothing can be written there, the folder has no owner, and only ``Target.publish`` keeps two runs apart.
+The file is not in the folder: datatrove's readers take every file there for data. Where it cannot be written, only
+``Target.publish`` keeps two runs apart.
 
-A folder without the file gets one. A file that names another run refuses this one, also if the other run is no more:
-the message names the file, to be removed by hand. Only a run that had its checkpoints in the same place, and has none
-there any more, gives way.
+A file that names another run refuses this one, also if the other run is no more: a person must remove the file. Only a
+run that had its checkpoints in the same place, and has none there any more, gives way.
 
 A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as they were at its first start. The
-file ``home`` in that folder keeps them, so a run keeps its output if its folder is moved or copied, or its settings
-change. Tasks on nodes with disks of their own need no agreement: they have the mirror, or the same settings.
+file ``home`` in that folder keeps them, in case the folder is moved or copied, or the settings change.
 """
 
 from __future__ import annotations
@@ -27,6 +25,8 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class Owner(NamedTuple):
     Attributes:
         home: its mirror, or its ``checkpoints_local_dir``, as they were at the run's first start.
         run: the hash of its identity at that time.
-        key: by chance, so that a later run in the same place is another one; "": not known.
+        key: random, so that a later run in the same place is another one; "": not known.
         host: where the record was written.
         replaces: the key of the removed run that had the same place, if its record was there when this run began.
     """
@@ -71,12 +71,12 @@ class Owner(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """The places by which a run is known: the place where it began, and its settings of today.
+    """The places by which a run is known: where it began, and its settings now.
 
     Attributes:
         root: ``checkpoints_local_dir``.
         mirror: ``checkpoints_remote_dir``.
-        run: the hash of the run's identity; None: not known, so any will do.
+        run: the hash of the run's identity; None: any hash.
     """
 
     root: Path
@@ -85,7 +85,7 @@ class Homes(NamedTuple):
 
     @property
     def kept(self) -> Owner | None:
-        """The run as it began; None if that is not kept on this disk."""
+        """The run as it began; None: not kept on this disk."""
         path = self.root / HOME
         if not path.exists():
             return None
@@ -93,7 +93,6 @@ class Homes(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The mirror, or the folder of the checkpoints."""
         if self.mirror is None:
             return str(self.root.absolute())
         if "://" in self.mirror:
@@ -101,11 +100,9 @@ class Homes(NamedTuple):
         return str(Path(self.mirror).absolute())
 
     def begun(self, key: str = "", replaces: str = "") -> Owner:
-        """The run as it begins here and now."""
         return Owner(self.place, self.run or "", key, socket.gethostname(), replaces)
 
     def owns(self, owner: Owner) -> bool:
-        """Whether a record names this run."""
         kept = self.kept
         own = kept or self.begun()
         if own.key and own.key == owner.key:
@@ -119,7 +116,7 @@ class Homes(NamedTuple):
         return is_same and own.host != owner.host
 
     def is_gone(self, owner: Owner, is_unused: Callable[[], bool]) -> bool:
-        """Whether a record names an earlier run, whose checkpoints were in this place, and were removed or moved."""
+        """Whether a record names an earlier run, whose checkpoints were here, and were removed or moved."""
         kept = self.kept
         if kept is not None:  # by another rank, or before a kill, and the record comes next
             return bool(owner.key) and kept.replaces == owner.key
@@ -128,15 +125,21 @@ class Homes(NamedTuple):
         return owner.host == socket.gethostname() or is_unused()
 
     def keep(self, owner: Owner) -> Owner:
-        """Keeps the run as its record names it. Returns what is kept: several ranks may do this at one moment."""
+        """Keeps the run, unless another rank has. Returns what is kept."""
         path = self.root / HOME
         if not path.exists():
             files.disk.make_dirs(self.root)
-            new = path.with_name(f"{HOME}.{secrets.token_hex(4)}")
-            files.disk.write_new(new, [orjson.dumps(owner._asdict())])
-            files.disk.put_new(new, path)
-            files.disk.remove(new)
+            _put_new(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
         return self.kept or owner
+
+
+def _put_new(path: Path, data: bytes, mode: int) -> None:
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    files.disk.write_new(new, [data], mode)
+    try:
+        files.disk.put_new(new, path)
+    finally:
+        files.disk.remove(new)
 
 
 class Ownership:
@@ -156,11 +159,11 @@ class Ownership:
         """Returns whether this run owns the folder; False: it may become the owner. Changes nothing.
 
         Args:
-            is_unused: returns whether the folder holds no file of the template. Then a run that had its checkpoints in
-                the same place, and was removed, is no owner any more.
+            is_unused: returns whether the folder holds no file of the template. Then a removed run that had its
+                checkpoints in the same place is no owner any more.
 
         Raises:
-            OutputMismatch: another run owns it. The message names both runs, and the way out.
+            OutputMismatch: another run owns the folder.
             OSError: the record cannot be read.
         """
         return self._compare(is_unused)[0]
@@ -176,9 +179,6 @@ class Ownership:
     def claim(self, is_unused: Callable[[], bool]) -> None:
         """Makes this run the owner, unless another run is. A second call only compares.
 
-        Args:
-            is_unused: see ``check``.
-
         Raises:
             OutputMismatch: another run owns the folder.
             OSError: the record can be neither read nor written.
@@ -189,7 +189,7 @@ class Ownership:
                 self._homes.keep(owner)
                 return
             if owner is not None and not is_unused() and self._is_unclaimed_since(owner):
-                raise self._refusal(owner)  # a worker starts without the checks of ``run``, which would say more
+                raise self._refusal(owner)
             replaces = "" if owner is None else owner.key
             kept = self._homes.keep(self._homes.begun(secrets.token_hex(8), replaces))
             if owner is not None:
@@ -236,7 +236,7 @@ def _record(folder: DataFolder, name: str) -> _Record:
 
 
 def _beside(root: str, path: str, name: str) -> str:
-    """The path of the record. The root of a bucket or of a repository has nothing beside it."""
+    """The root of a bucket or of a repository has nothing beside it."""
     parent, last = posixpath.split(path)
     if last:
         last = f".{last}"
@@ -244,12 +244,11 @@ def _beside(root: str, path: str, name: str) -> str:
 
 
 class _Record:
-    """The file that names the owner. ``place``: its path or URL, for people."""
+    """The file that names the owner. ``place``: its path or URL."""
 
     place: str
 
     def read(self) -> Owner | None:
-        """The owner; None if there is no file."""
         data = self._read()
         if data is None:
             return None
@@ -263,7 +262,7 @@ class _Record:
         self._create(orjson.dumps(owner._asdict()))
 
     def remove(self) -> None:
-        """Removes the file. Another rank may do so at the same moment."""
+        """Another rank may do so at the same moment."""
         raise NotImplementedError
 
     def _read(self) -> bytes | None:
@@ -288,13 +287,8 @@ class _LocalRecord(_Record):
         files.disk.make_dirs(self._path.parent)
         if not os.access(self._path.parent, os.W_OK):
             raise PermissionError(f"{self._path.parent} is not writable")
-        new = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        files.disk.write_new(new, [data], files.PUBLIC_FILE)
-        try:
-            files.disk.put_new(new, self._path)
-            files.disk.sync_dir(self._path.parent)
-        finally:
-            files.disk.remove(new)
+        _put_new(self._path, data, files.PUBLIC_FILE)
+        files.disk.sync_dir(self._path.parent)
 
     def remove(self) -> None:
         files.disk.remove(self._path)
@@ -352,17 +346,12 @@ class _BucketRecord(_RemoteRecord):
 
 
 class _HubRecord(_Record):
-    """In a repository. The commit names its parent: of two runs, one alone makes the next commit."""
+    """Each commit names its parent, so of two runs only one makes the next commit."""
 
     def __init__(self, hub: HubFolder, path: str) -> None:
-        self._hub = HubFolder(hub.kind, hub.repo, hub.revision, "", hub.endpoint)
+        self._hub = replace(hub, path="")
         self._path = path
         self.place = f"{self._hub.url}/{path}"
-
-    def _head(self) -> str | None:
-        hub = self._hub
-        head: str | None = hub.api().repo_info(hub.repo, revision=hub.branch, repo_type=hub.kind).sha
-        return head
 
     def _read(self) -> bytes | None:
         try:
@@ -378,26 +367,21 @@ class _HubRecord(_Record):
     def _create(self, data: bytes) -> None:
         from huggingface_hub import CommitOperationAdd
 
-        head = self._head()
-        if self._hub.look_up([self._path], head):
-            return
-        try:
-            self._hub.commit([CommitOperationAdd(self._path, data)], "Note the run that writes here", head)
-        except OSError as error:
-            status = http_status(error)
-            if status == _LIMITED:  # for an hour, perhaps; each commit of files compares, too
-                raise PermissionError(str(error)) from error
-            if status != _MISMATCH:
-                raise
+        add = [CommitOperationAdd(self._path, data)]
+        self._change(False, partial(self._hub.commit, add, "Note the run that writes here"))
 
     def remove(self) -> None:
-        from huggingface_hub import CommitOperationDelete
+        self._change(True, partial(self._hub.remove, [self._path], "Remove the note of a run that is gone"))
 
-        head = self._head()
-        if not self._hub.look_up([self._path], head):
+    def _change(self, is_there: bool, commit: Callable[..., None]) -> None:
+        head = self._hub.head()
+        if bool(self._hub.look_up([self._path], head)) != is_there:
             return
         try:
-            self._hub.commit([CommitOperationDelete(self._path)], "Remove the note of a run that is gone", head)
+            commit(head=head)
         except OSError as error:
-            if http_status(error) != _MISMATCH:  # another rank may have removed it
+            status = http_status(error)
+            if status == _LIMITED:  # each commit of files compares, too
+                raise PermissionError(str(error)) from error
+            if status != _MISMATCH:  # another rank or run was first
                 raise

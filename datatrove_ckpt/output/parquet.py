@@ -1,29 +1,28 @@
 """Writes the Parquet files of a chunk with one schema, in the batches of datatrove's ParquetWriter.
 
-datatrove opens a file with the schema of its first document, and with a dictionary for each column. Here a writer of
-the user gives the settings, the rows and the names of files, and pyarrow writes them. For the same schema the bytes are
-those that datatrove writes, but for vectors: a dictionary would be larger than they are.
+datatrove opens a file with the schema of its first document, and with a dictionary for each column. Here pyarrow writes
+the rows directly. For the same schema the bytes are those that datatrove writes, but for vectors: a dictionary would be
+larger than they are.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.output.arrow_types import DataType, Row, Schema, is_any_list
+from datatrove_ckpt.output.file_managers import OutputStream
 
 Inspect: TypeAlias = Callable[[list[Row]], object]
 """Raises an error for rows that must not be written."""
 
 
 class _Table:
-    """Rows of one open file."""
-
-    def __init__(self, file: Any, writer: _BatchWriter) -> None:
+    def __init__(self, file: OutputStream, writer: _BatchWriter) -> None:
         import pyarrow.parquet as pq
 
         self._writer = writer
@@ -56,12 +55,12 @@ class _Table:
 
 
 class _BatchWriter(ParquetWriter):  # type: ignore[misc]
-    """Writes each row to the table of its file, which is one of ours and closes the table with itself."""
+    """Writes each row to the table of its file, which closes the table with itself."""
 
     inspect: Inspect
     dictionary: bool | list[str]
 
-    def _write(self, document: Row, file_handler: Any, filename: str) -> None:
+    def _write(self, document: Row, file_handler: OutputStream, filename: str) -> None:
         if file_handler.table is None:
             file_handler.table = _Table(file_handler, self)
         file_handler.table.add(document)
@@ -74,7 +73,7 @@ class _BatchWriter(ParquetWriter):  # type: ignore[misc]
             self.close_file(filename)
 
 
-def write_in_batches(writer: Any, inspect: Inspect, plain_vectors: bool) -> None:
+def write_in_batches(writer: DiskWriter, inspect: Inspect, plain_vectors: bool) -> None:
     """Makes a copied ParquetWriter, which has a schema and a file manager of ours, write its rows here.
 
     Args:
@@ -94,7 +93,7 @@ def write_in_batches(writer: Any, inspect: Inspect, plain_vectors: bool) -> None
 
 
 def _dictionary_columns(schema: Schema) -> bool | list[str]:
-    """The columns that have a dictionary, as paths of a Parquet file; True: all of them."""
+    """The columns that have a dictionary, as paths of a Parquet file; True: all."""
     leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
     others = [path for path in leaves if path is not None]
     return len(others) == len(leaves) or others
@@ -118,9 +117,9 @@ def _leaves(kind: DataType, path: str) -> Iterator[str | None]:
 def prepare_arrow(writer: DiskWriter) -> None:
     """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before the loop runs.
 
-    Arrow converts a batch in one call, under the interpreter's lock, which would block the event loop. The slow part is
-    memory: the default allocator, mimalloc, soon returns it to the system, page by page. With the system's allocator
-    1000 documents of 2 kB take 1 to 4 ms instead of sometimes 20 to 50 ms (measured, Arrow 26).
+    Arrow converts a batch under the interpreter's lock, and the default allocator, mimalloc, soon returns memory to the
+    system. With the system's allocator 1000 documents of 2 kB block the event loop for 1 to 4 ms instead of sometimes
+    20 to 50 ms (measured, Arrow 26).
     """
     if not isinstance(writer, ParquetWriter):
         return

@@ -16,15 +16,11 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.stoppable import StoppableCalls
 
-_MOST_REMOVED = 1000  # files in a commit: without content, it takes more than of new ones
+_MOST_REMOVED = 1000  # files in a commit
 
 
 def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
-    """Removes those of the files that exist.
-
-    Raises:
-        OutputFailed, StorageFailed: they could not be removed.
-    """
+    """Removes those of the files that exist. Raises OutputFailed and StorageFailed."""
     hub = HubFolder.of(folder)
     if hub is not None:
         _remove_from_hub(hub, names)
@@ -36,11 +32,7 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
 
 
 def remove_file(folder: DataFolder, name: str) -> None:
-    """Removes a file that is not on the hub, if it exists.
-
-    Raises:
-        OutputFailed, StorageFailed: it could not be removed.
-    """
+    """Removes a file that is not on the hub. Raises OutputFailed and StorageFailed."""
     if folder.is_local():
         files.disk.remove(Path(folder.resolve_paths(name)))
         return
@@ -64,26 +56,14 @@ def sync_parents(root: Path, names: Iterable[str]) -> None:
 
 
 def _remove_from_hub(hub: HubFolder, names: Sequence[str]) -> None:
-    """Removes those of the files that exist: many in one commit. Waits for a hub that refuses for now.
-
-    Raises:
-        OutputFailed: they could not be removed.
-    """
     reads = HubReads(hub, StoppableCalls())
     for start in range(0, len(names), _MOST_REMOVED):
         part = names[start : start + _MOST_REMOVED]
-        # Again before each attempt: the hub refuses to remove what is not there, and an answer may have got lost.
+        # Looked up at each attempt: the hub refuses to remove what is not there.
         reads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
 
 
 def _remove(hub: HubFolder, names: Sequence[str]) -> None:
-    from huggingface_hub import CommitOperationDelete
-
     there = [hub.full_name(name) for name in hub.look_up(names)]
-    if not there:
-        return
-    if hub.is_bucket:
-        hub.api().batch_bucket_files(hub.repo, delete=there)
-        return
-    message = f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair"
-    hub.commit([CommitOperationDelete(path) for path in there], message)
+    if there:
+        hub.remove(there, f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair")

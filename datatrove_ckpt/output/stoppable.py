@@ -1,4 +1,4 @@
-"""Calls into libraries that cannot be told to give up: made in threads that a rank which stops leaves behind."""
+"""Calls into libraries that cannot be stopped: made in threads that a rank which stops leaves behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
+from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status, lacks_credentials
+from datatrove_ckpt.common.retrying import (
+    RetryPolicy,
+    failure_line,
+    file_system_call,
+    http_status,
+    lacks_credentials,
+)
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.errors.doors import written
 
@@ -18,7 +25,7 @@ T = TypeVar("T")
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Calls in a daemon thread, which keeps no process alive. Returns its result, to be waited for."""
+    """Calls in a daemon thread, which keeps no process alive."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -31,23 +38,35 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
     return result
 
 
+def storage_advice(error: BaseException) -> str:
+    if lacks_credentials(error):
+        return "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
+    if isinstance(error, PermissionError) or http_status(error) in (401, 403):
+        return (
+            "Check the credentials, and what they allow. On S3 they need s3:PutObject, s3:GetObject, s3:ListBucket, "
+            "s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
+        )
+    if isinstance(error, FileNotFoundError) or http_status(error) == 404:
+        return f"Make the bucket, or correct {written.output_folder} (on S3 also AWS_ENDPOINT_URL)."
+    return "Check the network and the server."
+
+
 class StoppableCalls:
     """Calls and pauses that end when ``stop`` is called, from any thread."""
 
     def __init__(self) -> None:
-        self._stopped: Future[Any] = Future()  # Any, so that it can be waited for together with a result of any type
+        self._stopped: Future[Any] = Future()  # Any: it is waited for with any result
 
     @property
     def stopped(self) -> bool:
         return self._stopped.done()
 
     def stop(self) -> None:
-        """Ends all waiting, from now on. A request under way ends by itself, or with the process."""
+        """A request under way ends by itself, or with the process."""
         if not self._stopped.done():
             self._stopped.set_result(None)
 
     def sleep(self, seconds: float) -> None:
-        """Returns after that time, or earlier when ``stop`` is called."""
         wait([self._stopped], timeout=seconds)
 
     def run(self, call: Callable[[], T], at_most_seconds: float | None = None) -> T:
@@ -55,7 +74,7 @@ class StoppableCalls:
 
         Raises:
             Stopping: ``stop`` was called before the call returned.
-            TimeoutError: the call took longer than ``at_most_seconds``. What it does may still happen.
+            TimeoutError: the call took too long. What it does may still happen.
             OSError: whatever the library raised.
         """
 
@@ -73,33 +92,44 @@ class StoppableCalls:
             raise TimeoutError(f"no answer within {at_most_seconds:.0f} s")
         return result.result()
 
+    def retry(
+        self,
+        what: str,
+        call: Callable[[], T],
+        policy: RetryPolicy | None = None,
+        explain: Callable[[BaseException], str] = failure_line,
+        advice: Callable[[BaseException], str] = storage_advice,
+        at_most_seconds: float | None = None,
+        lease: RankLease | None = None,
+        meanwhile: str = "",
+    ) -> T:
+        """Calls until the call works, fails permanently, or has failed for too long.
 
-class StorageCalls(StoppableCalls):
-    """Calls to a storage, each made again while its failures pass."""
-
-    def retry(self, what: str, call: Callable[[], T], sleep: Callable[[float], None] | None = None) -> T:
-        """Calls until it works, fails permanently, or has failed for too long. ``what`` starts the messages.
+        Args:
+            policy: None: ``STORAGE``.
+            explain, advice: what messages, which start with ``what``, say about an error, and what the user can do.
+            at_most_seconds: for one call.
+            lease: checked before each further attempt.
 
         Raises:
             OutputFailed: its cause is the last error.
+            Stopping: ``stop`` was called.
         """
+
+        def pause(seconds: float) -> None:
+            self.sleep(seconds)
+            if lease is not None:
+                lease.check()
+
+        policy = policy or retrying.STORAGE
         try:
-            return retrying.STORAGE.run(partial(self.run, call), what, sleep=sleep or self.sleep)
+            return policy.run(partial(self.run, call, at_most_seconds), what, explain, meanwhile, pause)
         except OSError as error:
-            raise OutputFailed(f"{what}: {failure_line(error)}. {_advice(error)}") from error
+            raise given_up(what, error, explain, advice) from error
 
 
-def _advice(error: BaseException) -> str:
-    """What the user can do about a failed upload."""
-    kept = "Nothing that was saved is lost: run the same command again"
-    if lacks_credentials(error):
-        return f"Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE. {kept}."
-    if isinstance(error, PermissionError) or http_status(error) in (401, 403):
-        needs = (
-            "On S3 they need s3:PutObject, s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, "
-            "s3:ListBucketMultipartUploads"
-        )
-        return f"Check the credentials, and what they allow. {needs}. {kept}."
-    if isinstance(error, FileNotFoundError) or http_status(error) == 404:
-        return f"Make the bucket, or correct {written.output_folder} (on S3 also AWS_ENDPOINT_URL). {kept}."
-    return f"Check the network and the server. {kept}."
+def given_up(
+    what: str, error: OSError, explain: Callable[[BaseException], str], advice: Callable[[BaseException], str]
+) -> OutputFailed:
+    kept = "Nothing that was saved is lost: run the same command again."
+    return OutputFailed(f"{what}: {explain(error)}. {advice(error)} {kept}")

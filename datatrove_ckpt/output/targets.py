@@ -1,9 +1,8 @@
 """Where a rank's staged files are published: a local folder, a remote one, or the hub.
 
 A file appears complete or not at all. All files of a chunk are complete on the local disk before the first byte is sent
-to a remote folder, on S3 or any other file system of fsspec. There, a single PUT appears once all of it has arrived, a
-multipart upload once it is completed. Only the attempt that sent all the parts completes it: no error path, no
-destructor and no later process does.
+to a remote folder. There, a single PUT appears once all of it has arrived, a multipart upload once it is completed:
+only the attempt that sent all the parts completes it.
 
     failure                                      reaction
     reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for seconds; then the whole
@@ -13,8 +12,7 @@ destructor and no later process does.
                                                  rank's next process aborts it, for the names that are still staged
 
 Only S3 (s3fs) can list open uploads, and can tell without leaving a trace whether it may be written to. On other file
-systems only ``put_file`` and ``info`` are used. Whether a half-written file can be seen depends on them; on object
-stores it cannot.
+systems of fsspec, only ``put_file`` and ``info`` are used.
 """
 
 from __future__ import annotations
@@ -23,14 +21,13 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import xxhash
 from datatrove.io import DataFolder
@@ -43,22 +40,19 @@ from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.common.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.common.retrying import (
-    http_status,
-    is_taken,
-    s3_code,
-)
+from datatrove_ckpt.common.retrying import http_status, is_taken, s3_code
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import RankCommits, other_content
+from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_uploads import HubUploads
-from datatrove_ckpt.output.listing import FoundFiles, content_hash, local_stamp, remote_stamp
+from datatrove_ckpt.output.listing import FoundFiles, Info, content_hash, local_stamp, remote_stamp
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.removal import remove_file, sync_parents
-from datatrove_ckpt.output.stoppable import StorageCalls
+from datatrove_ckpt.output.stoppable import StoppableCalls
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would
@@ -67,8 +61,6 @@ send that much again after each reset, and hold ten parts of that size in memory
 _MAX_PARTS = 10_000  # S3's limit
 _BLOCK = 1 << 20
 
-T = TypeVar("T")
-
 S3Response: TypeAlias = dict[str, Any]
 """A response of S3 as botocore parses it."""
 
@@ -76,28 +68,26 @@ S3Response: TypeAlias = dict[str, Any]
 class Target:
     """Where a rank's files are published. ``staging`` is the folder in which they are written first.
 
-    Nothing is written over: a file that is there is replaced only if the rank's intents name its content.
+    A file that is there is replaced only if the rank's intents name its content.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
         self._folder = folder
-        # A folder for each process: one that lost its rank to another must not touch what that one stages.
+        # A folder for each process: one that lost its rank must not touch what the next one stages.
         self.staging = scratch / layout.STAGING / secrets.token_hex(4)
         self.placement = Placement()
         """Puts what was published in place."""
 
-    def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
-        """Publishes a chunk's files: they appear under their names, or will when ``placement`` puts them in place.
-
-        All of them appear, or none: where a file is refused, the files before it are removed again.
+    def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
+        """Publishes a chunk's files, all or none: they appear, or will when ``placement`` puts them in place.
 
         Raises:
             OutputMismatch: a file is there with content that this rank has not published.
             OutputFailed, StorageFailed: a file cannot be published.
         """
-        intents.add({name: file.hexdigest() for name, file in chunk.files.items()})
+        intents.add({name: file.hexdigest() for name, file in staged.finished.items()})
         created = []
-        for name, file in chunk.files.items():
+        for name, file in staged.finished.items():
             if self._create(file.path, name):
                 created.append(name)
                 continue
@@ -108,11 +98,12 @@ class Target:
                 raise other_content(self._folder.resolve_paths(""), [name])
             if there != file.hexdigest():
                 self._replace(file.path, name)
-        self._settle_names(chunk.files)
+        self._settle_names(staged.finished)
         published = [
-            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name)) for name, file in chunk.files.items()
+            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name))
+            for name, file in staged.finished.items()
         ]
-        files.disk.remove_tree(chunk.staging)
+        files.disk.remove_tree(staged.folder)
         return published
 
     def _create(self, staged: Path, name: str) -> bool:
@@ -120,14 +111,13 @@ class Target:
         raise NotImplementedError
 
     def _replace(self, staged: Path, name: str) -> None:
-        """Publishes one file in place of the file that is there."""
+        """Publishes one file in place of another one."""
         raise NotImplementedError
 
     def _settle_names(self, names: Iterable[str]) -> None:
         """Returns when the names of published files survive a power loss."""
 
     def _hash(self, name: str) -> str:
-        """The xxh128 of the file that is there."""
         raise NotImplementedError
 
     def _stamp(self, name: str) -> int:
@@ -146,21 +136,6 @@ class Target:
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
         """Adds to a listing the files that this process has published and the folder does not show yet."""
-
-
-@dataclass(frozen=True)
-class StagedChunk:
-    """A chunk whose files are complete on the local disk.
-
-    Attributes:
-        index: the chunk's.
-        staging: the folder of the files, which is removed once they are published.
-        files: by their names in the output folder.
-    """
-
-    index: int
-    staging: Path
-    files: Mapping[str, files.HashedFile]
 
 
 class LocalTarget(Target):
@@ -203,7 +178,7 @@ class LocalTarget(Target):
         return copied
 
     def _take_group(self, path: Path, folder: Path) -> None:
-        """A folder of a project may give its group to the files that are made in it."""
+        """A project's folder may give its group to the files in it."""
         status = folder.stat()
         if status.st_mode & stat.S_ISGID:
             with suppress(OSError):
@@ -228,18 +203,13 @@ class LocalTarget(Target):
 
 
 def _is_elsewhere(error: StorageFailed) -> bool:
-    """Whether a file cannot get a name in another folder because that is on another file system."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EXDEV
 
 
 class RemoteTarget(Target):
-    """A remote folder, on any file system of fsspec.
+    """A remote folder, on any file system of fsspec."""
 
-    Args:
-        lease: checked before a further attempt to upload.
-    """
-
-    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StorageCalls) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls) -> None:
         super().__init__(folder, scratch)
         self._lease = lease
         self._calls = calls
@@ -247,44 +217,36 @@ class RemoteTarget(Target):
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
     def _create(self, staged: Path, name: str) -> bool:
-        if self._look_up(name, self._exists):
+        if self._look_up(name):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
         return self.upload(staged, name)
 
-    def _exists(self, name: str) -> bool:
-        try:
-            self._info(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _replace(self, staged: Path, name: str) -> None:
         self.upload(staged, name)
 
-    def upload(self, local: Path, name: str, **options: Any) -> bool:
-        """Uploads a file. Returns False if there is a file of its name, and the options say not to replace it.
+    def upload(self, local: Path, name: str, **options: object) -> bool:
+        """Returns False if there is a file of its name, and the options say not to replace it.
 
         Raises:
             OutputFailed: the file could not be uploaded, or the remote one has another size.
-            Stopping: ``stop`` was called meanwhile.
         """
         size = local.stat().st_size
         remote = self._folder.resolve_paths(name)
         put = partial(self._put, local, name, **options)
-        if not self._calls.retry(f"{remote} could not be uploaded", put, self._pause):
+        if not self._calls.retry(f"{remote} could not be uploaded", put, lease=self._lease):
             return False
-        remote_size = self._look_up(name, self._info)["size"]
-        if int(remote_size) != size:
+        remote_size = int(self._look_up(name).get("size", -1))
+        if remote_size != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
                 "find out who else writes there, and run the same command again."
             )
         return True
 
-    def _put(self, local: Path, name: str, **options: Any) -> bool:
-        """Uploads a file. Returns whether it did; with the mode "create", an existing file stays."""
+    def _put(self, local: Path, name: str, **options: object) -> bool:
+        """Returns whether it did; with the mode "create", an existing file stays."""
         self._folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
         try:
             self._folder.put_file(str(local), name, **options)
@@ -297,9 +259,9 @@ class RemoteTarget(Target):
             return self._put(local, name, **options)
         return True
 
-    def _info(self, name: str) -> Mapping[str, Any]:
+    def _info(self, name: str) -> Info:
         self._folder.invalidate_cache(name)
-        info: Mapping[str, Any] = self._folder.info(name)
+        info: Info = self._folder.info(name)
         return info
 
     def _hash(self, name: str) -> str:
@@ -307,50 +269,49 @@ class RemoteTarget(Target):
         return self._calls.retry(what, partial(content_hash, self._folder, name))
 
     def _stamp(self, name: str) -> int:
-        return remote_stamp(self._look_up(name, self._info))
+        return remote_stamp(self._look_up(name))
 
-    def _look_up(self, name: str, look: Callable[[str], T]) -> T:
-        what = f"{self._folder.resolve_paths(name)} could not be looked up"
-        return self._calls.retry(what, partial(look, name))
+    def _look_up(self, name: str) -> Info:
+        """Empty: there is no file."""
 
-    def _pause(self, seconds: float) -> None:
-        self._calls.sleep(seconds)
-        self._lease.check()
+        def look() -> Info:
+            try:
+                return self._info(name)
+            except FileNotFoundError:
+                return {}
+
+        return self._calls.retry(f"{self._folder.resolve_paths(name)} could not be looked up", look)
 
 
 class S3Target(RemoteTarget):
-    """A folder on S3, through s3fs. It makes no folders: S3 has none, and s3fs would make a bucket of a misspelt name.
+    """A folder on S3, through s3fs. It makes no folders: s3fs would make a bucket of a misspelt name.
 
     Args:
-        probe: a name in the folder that only this rank of this run uses, for an upload that is never completed.
+        probe: a name that only this rank of this run uses, for an upload that is never completed.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StorageCalls, probe: str) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls, probe: str) -> None:
         super().__init__(folder, scratch, lease, calls)
         self._probe = probe
 
     def prepare(self) -> None:
-        """Checks that files can be written, and aborts the uploads that earlier processes left open.
-
-        Raises:
-            OutputFailed: nothing can be written. It is checked here, before the first request is paid for.
-        """
+        """Checks that files can be written, and aborts the uploads that earlier processes left open."""
         create = partial(self._call, "create_multipart_upload", self._probe)
         upload = self._calls.retry(f"{self._url} cannot be written to", create)["UploadId"]
         self._abort(self._probe, upload)
         left = self.staging.parent
-        if left.exists():  # a file that was being uploaded when a process ended is still staged
+        if left.exists():  # what was being uploaded is still staged
             found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
             self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)})
 
-    def upload(self, local: Path, name: str, **options: Any) -> bool:
+    def upload(self, local: Path, name: str, **options: object) -> bool:
         part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
         is_uploaded = super().upload(local, name, chunksize=part, **options)
         if local.stat().st_size >= 2 * PART_BYTES:
-            self._abort_open_uploads({name})  # of failed attempts, and of creations whose answer got lost
+            self._abort_open_uploads({name})  # of failed attempts
         return is_uploaded
 
-    def _info(self, name: str) -> Mapping[str, Any]:
+    def _info(self, name: str) -> Info:
         head = self._call("head_object", name)  # ``info`` may answer from a cached listing
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
@@ -363,7 +324,7 @@ class S3Target(RemoteTarget):
             logger.info(f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left open.")
 
     def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
-        """Name and id of every upload of these names that was neither completed nor aborted."""
+        """Name and id of every upload of these names that is neither completed nor aborted."""
         keys = {self._bucket_and_key(name)[1]: name for name in names}
         bucket, _ = self._bucket_and_key("")
         prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
@@ -378,8 +339,6 @@ class S3Target(RemoteTarget):
             markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _abort(self, name: str, upload: str) -> None:
-        """Aborts an upload. One that does not exist any more is no error."""
-
         def abort() -> None:
             try:
                 self._call("abort_multipart_upload", name, UploadId=upload)
@@ -400,11 +359,7 @@ class S3Target(RemoteTarget):
 
 
 class HubTarget(Target):
-    """A folder on the Hugging Face hub. Files are uploaded one chunk at a time, and committed many chunks at a time.
-
-    Args:
-        pace: when uploaded files are committed.
-    """
+    """A folder on the Hugging Face hub. Commits carry the files of many chunks."""
 
     def __init__(self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace) -> None:
         super().__init__(folder.writer.output_folder, folder.scratch)
@@ -412,31 +367,33 @@ class HubTarget(Target):
         self._uploads = HubUploads(hub, folder.calls, lease)
         self.placement = self._commits = HubCommits(self._uploads, pace, folder.rank)
 
-    def publish(self, chunk: StagedChunk, intents: Intents) -> list[OutputFile]:
+    def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
         """See ``Target``. A repository has no file before a commit, which refuses other content itself."""
-        paths = {name: file.path for name, file in chunk.files.items()}
+        paths = {name: file.path for name, file in staged.finished.items()}
         if self._uploads.folder.is_bucket:
-            return self._publish_in_bucket(chunk, intents, paths)
+            return self._publish_in_bucket(chunk_index, staged, intents, paths)
         uploaded = self._uploads.upload(paths)
         hashes = {file.name: file.content_hash for file in uploaded}
         intents.add(hashes)
         for file in uploaded:
             file.earlier = intents.hashes(file.name)
-        self._commits.uploaded(chunk.index, uploaded, partial(files.disk.remove_tree, chunk.staging))
-        return [OutputFile(name, f.size, f.hexdigest(), hashes.get(name, "")) for name, f in chunk.files.items()]
+        self._commits.uploaded(chunk_index, uploaded, partial(files.disk.remove_tree, staged.folder))
+        return [OutputFile(name, f.size, f.hexdigest(), hashes.get(name, "")) for name, f in staged.finished.items()]
 
-    def _publish_in_bucket(self, chunk: StagedChunk, intents: Intents, paths: Mapping[str, Path]) -> list[OutputFile]:
-        intents.add({name: file.hexdigest() for name, file in chunk.files.items()})
+    def _publish_in_bucket(
+        self, chunk_index: int, staged: StagedFiles, intents: Intents, paths: Mapping[str, Path]
+    ) -> list[OutputFile]:
+        intents.add({name: file.hexdigest() for name, file in staged.finished.items()})
         there = self._uploads.there(list(paths))
         others = [name for name in there if self._hash(name) not in intents.hashes(name)]
         if others:
             raise other_content(self._folder.resolve_paths(""), others)
         self._uploads.upload(paths)
         stamps = {name: file.stamp for name, file in self._uploads.there(list(paths)).items()}
-        self._commits.uploaded(chunk.index, [], partial(files.disk.remove_tree, chunk.staging))
+        self._commits.uploaded(chunk_index, [], partial(files.disk.remove_tree, staged.folder))
         return [
             OutputFile(name, file.size, file.hexdigest(), stamp=stamps.get(name, 0))
-            for name, file in chunk.files.items()
+            for name, file in staged.finished.items()
         ]
 
     def _hash(self, name: str) -> str:
@@ -473,7 +430,6 @@ class HubTarget(Target):
 
 
 def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:
-    """The target for a rank's output folder."""
     output = folder.writer.output_folder
     scratch = folder.scratch
     # Another run may write other files into the same folder. It must not remove what this one stages.

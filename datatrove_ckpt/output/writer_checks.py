@@ -16,8 +16,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     """Refuses, when a runner is constructed, a writer that would later lose data or reveal a secret.
 
     Raises:
-        ConfigError: no ``${chunk_index}`` in the template, or it leaves the folder; a secret among the output
-            folder's storage options, a variable in its path, or a compression whose package is not installed.
+        ConfigError: see the messages.
     """
     template = getattr(getattr(writer, "output_filename", None), "template", None)
     if template is None:
@@ -46,11 +45,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
 
 
 def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
-    """Refuses a writer by which several tasks would write one file.
-
-    Raises:
-        ConfigError: no ``${rank}`` in the template of a writer used by several tasks.
-    """
+    """Refuses a writer by which several tasks would write one file. Raises ConfigError."""
     if world_size > 1 and not _template_uses(writer, "rank"):
         template = writer.output_filename.template
         raise ConfigError(
@@ -60,13 +55,11 @@ def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
 
 
 def _example(template: str) -> str:
-    """A template that works, with the ending of this one."""
     _, _, end = template.rpartition("/")[2].rpartition("}")
     endings = re.findall(r"(?:\.\w+)+$", end)
     return "${rank}_chunk_${chunk_index}" + "".join(endings)
 
 
 def _template_uses(writer: DiskWriter, name: str) -> bool:
-    """Whether the writer's filename template contains the placeholder."""
     template = writer.output_filename
     return bool(template.safe_substitute({name: "0"}) != template.safe_substitute({name: "1"}))

@@ -1,15 +1,13 @@
 """Can the user's writer write this document?
 
-The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no strings. If that
-showed only when a chunk is published, its rank could never end. So a document with anything but plain JSON in it is
-written to memory first, while it can still become a dead letter.
+The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no strings. So a
+document with anything but plain JSON is first written to memory, while it can still become a dead letter.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-from typing import Any
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.parquet import ParquetWriter
@@ -22,19 +20,19 @@ from datatrove_ckpt.output.writers import decode_for
 
 
 class _InMemory:
-    """In place of a writer's file manager: one file, which is thrown away. ``Any``, as datatrove's has no types."""
+    """Stands for a writer's file manager, and keeps nothing."""
 
     def __init__(self, mode: str) -> None:
         self._file: io.IOBase = io.StringIO()
         if "b" in mode:
             self._file = io.BytesIO()
 
-    def get_file(self, filename: str) -> Any:
+    def get_file(self, filename: str) -> io.IOBase:
         return self._file
 
     pop = get_file
 
-    def get_open_files(self) -> dict[str, Any]:
+    def get_open_files(self) -> dict[str, object]:
         return {}
 
     def close(self) -> None:
@@ -62,7 +60,7 @@ def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> b
             types.add([copied.adapter(document)])
             copied.schema = types.schema()
         copied.write(document, rank=rank, chunk_index="00000")
-        if type(copied) is ParquetWriter:  # it writes at the end; another writer's end may be a commit on the hub
+        if type(copied) is ParquetWriter:  # another writer's end may be a commit on the hub
             copied.close()
         return JSONL.is_written_by(writer) or (type(writer) is ParquetWriter and writer.schema is None)
     except Exception as error:

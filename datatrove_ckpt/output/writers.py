@@ -1,22 +1,21 @@
 """How documents get to a writer of the user cheaply.
 
-What datatrove's default adapter and ``DiskWriter.write`` do is done here without a deep copy, and without stats.
-``dataclasses.asdict`` copies everything down to the last string (half of the cost of publishing, measured), so that a
-writer may change the dict it gets. A document that comes out of a journal has no other owner, and is read from there
-with dicts in place of dataclasses. The result is the same, value for value and key for key; a test compares them.
+``dataclasses.asdict``, in datatrove's default adapter, copies everything down to the last string (half of the cost of
+publishing, measured), so that a writer may change the dict it gets. A document that comes out of a journal has no other
+owner, and is read from there with dicts in place of dataclasses. A test compares the results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 
+from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import (
     as_json,
     decode,
@@ -43,7 +42,7 @@ def _has_default_write(writer: DiskWriter) -> bool:
 
 
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
-    """How to read the documents that this writer gets. Replaces its adapter if it is datatrove's default one.
+    """How to read the documents that this writer gets. Replaces datatrove's default adapter.
 
     datatrove's JsonlWriter takes no arrays, and gets them as JSON; its ParquetWriter takes those of one dimension.
     """
@@ -56,12 +55,12 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
             return decode_rows
         return decode_plain
     if is_json:
-        adapt: Callable[[Document], Any] = writer.adapter
+        adapt: Callable[[Document], object] = writer.adapter
         writer.adapter = lambda document: _without_arrays(adapt(document))
     return decode
 
 
-def _without_arrays(value: Any) -> Any:  # Any: what an adapter has given
+def _without_arrays(value: object) -> object:
     if isinstance(value, dict):
         return {key: _without_arrays(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -78,7 +77,6 @@ def write_for(
 
     Args:
         writer: a copy, whose stats end with it: they cost as much as the rest.
-        decode: what ``decode_for`` has returned for it.
     """
     writer.output_filename = OurTemplate(names)
     writer.stat_update = _count_nothing
@@ -107,12 +105,12 @@ def _count_nothing(*numbers: object) -> None:
 
 
 def writes_media(writer: DiskWriter) -> bool:
-    """Whether the writer may save the bytes of media: it is set so, or has code of its own."""
+    """Whether the writer may save the bytes of media: by its setting, or by code of its own."""
     is_usual = has_default_adapter(writer) and _has_default_write(writer)
     return not is_usual or bool(getattr(writer, "save_media_bytes", True))
 
 
-def _plain_adapter(writer: DiskWriter, document: Document) -> dict[str, Any]:  # Any: what a reader or a rollout gives
+def _plain_adapter(writer: DiskWriter, document: Document) -> Row:
     data = {name: value for name in _NAMES if (value := getattr(document, name))}
     if writer.expand_metadata and "metadata" in data:
         data |= data.pop("metadata")

@@ -11,16 +11,16 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.writers.disk_base import DiskWriter
+from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.identity import Change, refusal, way_back
+from datatrove_ckpt.checkpoint.identity import refusal, way_back
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks, note_output
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
@@ -29,11 +29,10 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    refuse_resharded,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
-from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
 from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
@@ -106,7 +105,7 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
 
 
 def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
-    """The settings that name something on the disk of a machine that is lost with it.
+    """Returns the settings that name something on the disk of a machine that is lost with it.
 
     Args:
         is_kept: whether a folder outlives the machine.
@@ -133,8 +132,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
 def check_step_order(pipeline: Sequence[object]) -> None:
     """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that needs documents.
 
-    The runner passes no documents on. As in datatrove, a step needs documents if ``data``, the first argument of its
-    ``run``, has no default.
+    As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no default.
 
     Raises:
         ConfigError: naming the steps.
@@ -160,7 +158,6 @@ def _needs_documents(step: PipelineStep) -> bool:
 
 
 def _skipped(plan: RunPlan) -> list[int]:
-    """The ranks that datatrove will skip, because they have a completion marker."""
     incomplete = set(plan.incomplete(plan.local_ranks))
     return [rank for rank in plan.local_ranks if rank not in incomplete]
 
@@ -181,7 +178,6 @@ def _check_tasks(plan: RunPlan) -> None:
 
 def _check_runner(plan: RunPlan, runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
     use(runner.step.door)
-    refuse_resharded(root)
     skipped = _skipped(plan)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
@@ -218,18 +214,15 @@ def _find_wrong(plan: RunPlan, runner: RunnerPlan, root: Path, folder: Path, ski
     identity = runner.identity
     ranks = plan.local_ranks
 
-    def counts(change: Change) -> bool:
-        """A retry takes dead letters with any settings, but each rank takes its own."""
-        return not step.retry_dead_letters or change.field == "tasks"
-
     def explained(rank: int, why: str) -> str:
         checkpoint = rank_folder(root, rank)
         marker = plan.marker(rank)
         return f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
 
-    found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, counts)
+    is_retry = step.retry_dead_letters  # it takes dead letters with any settings, but each rank takes its own
+    found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)
     if step.checkpoints_remote_dir:
-        found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, counts))
+        found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry))
     empty = [rank for rank in skipped if rank in found.empty]
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:
@@ -272,7 +265,8 @@ def _refuse_changes(
         if finished:
             logger.warning(finished)
         return
-    tasks = min([tasks, *(change.old for change in found.changes if change.field == "tasks" and change.old)])
+    old = [change.old for change in found.changes if change.field == "tasks" and isinstance(change.old, int)]
+    tasks = min([tasks, *old])
     way_out = way_back(found.changes, may_mix)
     if len(skipped) >= tasks:
         way_out = ["All tasks are finished, so the new settings would change no output any more. ", *way_out]
@@ -285,11 +279,11 @@ def _refuse_changes(
 
 
 def check_before_run(executor: PipelineExecutor) -> None:
-    """All checks that need more than the settings. It starts nothing, and tells each runner the steps before it.
+    """Makes all checks that need more than the settings. Starts nothing, and notes in each runner the steps before it.
 
     Raises:
-        ConfigError: a folder that is a file, input that is not there, or a requirement that is missing on this machine.
-        CheckpointMismatch: checkpoints, markers or the input of finished ranks are those of another run.
+        ConfigError: a setting cannot work on this machine, or with the others.
+        CheckpointMismatch: markers, checkpoints or the input of finished ranks are those of another run.
         OutputFailed: the output's repository on the hub cannot be written to.
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
@@ -320,11 +314,12 @@ def check_before_run(executor: PipelineExecutor) -> None:
 
 
 def check_before_worker(executor: PipelineExecutor) -> None:
-    """The checks of a worker that takes tasks beside others: of this machine. Those of the whole job are ``run``'s.
+    """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes those of the job.
 
-    Each task compares its settings with ``job.json`` when it starts.
+    Each task compares its settings with ``job.json`` when it starts. A worker for which none is left compares here.
 
     Raises:
+        CheckpointMismatch: the run is finished, and another one.
         ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
     """
     plan = RunPlan(executor)
@@ -333,6 +328,8 @@ def check_before_worker(executor: PipelineExecutor) -> None:
     _check_inputs(plan)
     _check_launch(plan)
     _check_hub(plan)
+    if not plan.incomplete():
+        check_job(plan, dry_run=True)
     note_steps(plan)
 
 
@@ -360,8 +357,8 @@ class Checked(NamedTuple):
     """What was compared and is as it should be.
 
     Attributes:
-        jobs: the sums of each checkpoint that is on this machine, by its folder. All their output files were compared.
-        inputs: input files of finished ranks, with what these have read.
+        jobs: the sums of each checkpoint that is on this machine, by its folder.
+        inputs: input files of finished ranks.
     """
 
     jobs: dict[Path, JobSums]
@@ -369,7 +366,7 @@ class Checked(NamedTuple):
 
 
 def check_after_run(executor: PipelineExecutor) -> Checked:
-    """What exit code 0 promises. Another run on the same folders may have finished ranks since ``check_before_run``.
+    """Checks what exit code 0 promises. Another run on the same folders may have finished ranks meanwhile.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
@@ -381,10 +378,8 @@ def check_after_run(executor: PipelineExecutor) -> Checked:
 
 
 def check_steps(plan: RunPlan) -> None:
-    """The checks of settings that one step alone cannot see.
-
-    Raises:
-        ConfigError: steps or tasks would write the same files, a step would read its own output, or get no documents.
+    """Raises:
+    ConfigError: steps or tasks would write the same files, a step would read its own output, or get no documents.
     """
     for runner in plan.runners:
         check_rank_in_template(runner.step.output_writer, plan.tasks)
@@ -420,8 +415,7 @@ def _check_folders(plan: RunPlan) -> None:
 def _check_inputs(plan: RunPlan) -> None:
     """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
 
-    Lists local folders, others only before jobs that are paid for, and none that another executor has yet to create. A
-    retry does not need its input.
+    Lists local folders, others only before jobs that are paid for. A retry does not need its input.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
@@ -454,7 +448,7 @@ def _check_inputs(plan: RunPlan) -> None:
         check_codecs(place, step, names)
 
 
-def check_listed(place: str, reader: Any) -> None:
+def check_listed(place: str, reader: BaseDiskReader) -> None:
     """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
     url = reader.data_folder.resolve_paths("")
     pattern = reader.glob_pattern
@@ -486,7 +480,7 @@ def _check_launch(plan: RunPlan) -> None:
 
 
 def _check_hub(plan: RunPlan) -> None:
-    """Asks the hub whether tasks that will run may write to their output folders, and has missing repositories made.
+    """Checks that tasks that will run may write to their output folders on the hub, and has missing repositories made.
 
     Raises:
         OutputFailed: see ``check_access``.
@@ -500,17 +494,17 @@ def _check_hub(plan: RunPlan) -> None:
             check_access(hub, private_if_made(writer), committed=committed_here(runner))
 
 
-def committed_here(runner: RunnerPlan) -> Callable[[], int] | None:
-    """Counts the output files that a runner's checkpoints on this machine name; None if it has none here."""
+def committed_here(runner: RunnerPlan) -> Callable[[], int]:
+    """Returns what counts the output files that a runner's checkpoints on this machine name."""
     root = runner.root
     if root is None:
-        return None
+        return int
     return partial(committed_files, runner.step.output_writer, root)
 
 
 @gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output(
-    plan: RunPlan, before: bool, without: Collection[int] = (), patience_seconds: float | None = None
+    plan: RunPlan, before: bool, without: Collection[int] = (), policy: RetryPolicy | None = None
 ) -> dict[Path, JobSums]:
     """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
 
@@ -519,7 +513,7 @@ def check_output(
     Args:
         before: ranks that have no checkpoint will start. Else the sums have the work of all attempts, too.
         without: indices of steps in the pipeline whose output is not looked at.
-        patience_seconds: see ``check_output_of_run``.
+        policy: see ``HubReads.looked``.
 
     Raises:
         CkptError: see ``check_output_of_run``.
@@ -529,17 +523,14 @@ def check_output(
         root = runner.root
         if root is not None and runner.index not in without:
             # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here; of jobs all can.
-            mirror = runner.step.checkpoints_remote_dir
-            here = plan.as_jobs or (plan.is_local and mirror is None)
+            here = plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None)
             ranks: Iterable[int] = ()
-            want = Want.COMMITS | Want.HISTORY
-            if before:
-                want = Want.COMMITS
-            if before and here:
+            want = Want.COMMITS
+            if not before:
+                want |= Want.HISTORY
+            elif here:
                 ranks = plan.local_ranks
-            found[root] = check_output_of_run(
-                plan, runner.step.output_writer, root, ranks, patience_seconds, want, mirror
-            )
+            found[root] = check_output_of_run(runner, root, ranks, policy, want)
     return found
 
 
@@ -551,21 +542,18 @@ def check_output(
 
 
 def check_output_of_run(
-    plan: RunPlan,
-    writer: DiskWriter,
+    runner: RunnerPlan,
     checkpoints: Path,
     first_starts: Iterable[int] = (),
-    patience_seconds: float | None = None,
+    policy: RetryPolicy | None = None,
     want: Want = Want.COMMITS,
-    mirror: str | None = None,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
 
     Args:
         first_starts: ranks that will start for the first time, if they have no checkpoint.
-        patience_seconds: how long a hub that does not answer is asked; None: as long as ranks ask it.
+        policy: see ``HubReads.looked``.
         want: what to read of each rank, for the sums.
-        mirror: of the checkpoints; None: there is none.
 
     Raises:
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint knows, or the
@@ -573,9 +561,10 @@ def check_output_of_run(
         OutputFailed: the folder cannot be listed.
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
-    logging_dir = plan.logging_dir.resolve_paths("")
-    tasks = plan.tasks
-    check = OutputCheck(writer, checkpoints, mirror, logging_dir)
+    logging_dir = runner.plan.logging_dir.resolve_paths("")
+    tasks = runner.plan.tasks
+    mirror = runner.step.checkpoints_remote_dir
+    check = OutputCheck(runner.step.output_writer, checkpoints, mirror, logging_dir)
     if checkpoints.is_dir():
         numbers = rank_numbers(checkpoints)
     else:
@@ -592,7 +581,7 @@ def check_output_of_run(
     except CommitsDamaged as error:
         raise CommitsDamaged(error.log, error.what, logging_dir) from None
     committed = check.by_name(commits.values())
-    found = _look(check, committed, patience_seconds)
+    found = _look(check, committed, policy)
     check.refuse_lost(committed, found)
     for rank in first_starts:
         # Looked at again: what has started since may have written the files that were listed.
@@ -619,7 +608,7 @@ def _has_started(folder: Path, mirror: str | None) -> bool:
     return bool(Versions(f"{mirror}/{folder.name}").all_versions())
 
 
-def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seconds: float | None) -> FoundFiles:
+def _look(check: OutputCheck, committed: dict[str, CommittedFile], policy: RetryPolicy | None) -> FoundFiles:
     """
     Raises:
         OutputMismatch: the repository is gone, with files that were committed.
@@ -633,9 +622,8 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
             raise OutputFailed(
                 f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
             ) from error
-    reads = HubReads(hub, StoppableCalls())
     try:
-        found = reads.looked("cannot be listed", lambda: check.look(committed), patience_seconds)
+        return HubReads(hub, StoppableCalls()).listed(lambda: check.look(committed), committed.values(), policy)
     except OutputFailed as error:
         if not is_missing_repository(error.__cause__):
             raise
@@ -643,5 +631,3 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], patience_seco
         if number:
             raise OutputMismatch(repository_is_gone(hub, number)) from error
         return FoundFiles({})  # where it is needed, ``check_access`` asks for it
-    reads.look_again(found, committed.values())
-    return found

@@ -1,6 +1,6 @@
 """Checks of one folder before a run: each writes or locks there, and reports what happened.
 
-All of that happens in a probe folder (see below), so no rank's folder, lock or database is touched.
+All of that happens in a probe folder, so no rank's folder, lock or database is touched.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class NotDeleted(RemoteFailed):
 def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
     """Yields a function that uploads bytes to a datatrove ``DataFolder`` and returns the seconds it took.
 
-    Each upload replaces the one before. The function also asks for the object's size, as a run does.
+    Each upload replaces the one before. The function also compares the object's size, as a run does.
 
     Raises:
         RemoteFailed: an operation failed, or the object has a wrong size.
@@ -135,7 +135,7 @@ def _pipe(folder: DataFolder, name: str, content: bytes, made: list[str]) -> Non
 
 
 def _missing(fs: AbstractFileSystem, path: str) -> list[str]:
-    """The folder and its parents that do not exist, the deepest first."""
+    """Returns the folder and its parents that do not exist, the deepest first."""
     missing = []
     while path and path != fs._parent(path) and not fs.exists(path):
         missing.append(path)
@@ -181,7 +181,7 @@ class Finding:
 
 
 def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
-    """What a check finds, about its subject. A check that fails is a problem."""
+    """Yields what a check finds, about its subject. A check that fails is a problem."""
     try:
         for found in check:
             yield replace(found, subject=found.subject or subject)
@@ -194,7 +194,6 @@ def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def tried(what: str, check: Callable[[], str]) -> Finding:
-    """What one check says, or why it fails."""
     try:
         return Finding("ok", what, check())
     except CkptError as error:
@@ -202,7 +201,6 @@ def tried(what: str, check: Callable[[], str]) -> Finding:
 
 
 def file_system(folder: Path) -> FilesystemTraits:
-    """The file system that the folder is on."""
     if MOUNTS.exists():
         mounts = MOUNTS.read_text(errors="replace")
     else:
@@ -214,7 +212,7 @@ def file_system(folder: Path) -> FilesystemTraits:
 
 
 def check_checkpoints(folder: Path, files: int, mirrored: bool = False, moves: bool = False) -> Iterator[Finding]:
-    """Checks ``checkpoints_local_dir``. ``files``: how many it gets. ``moves``: a task may restart on another node."""
+    """Checks ``checkpoints_local_dir``. ``files``: how many it gets. ``moves``: tasks may restart on other nodes."""
     yield from _try_locally(folder, _check_lock, _check_sqlite)
     yield _check_kind(file_system(folder), mirrored, moves)
     yield check_room(folder, files)
@@ -222,7 +220,7 @@ def check_checkpoints(folder: Path, files: int, mirrored: bool = False, moves: b
 
 
 def check_local_output(folder: Path, files: int, moves: bool = False) -> Iterator[Finding]:
-    """Checks a local output folder. ``files``: how many it gets. ``moves``: a task may restart on another node."""
+    """Checks a local output folder. Arguments: see ``check_checkpoints``."""
     yield from _try_locally(folder)
     kind = file_system(folder)
     if not kind.lasts:
@@ -273,10 +271,7 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
 
 
 def check_room(folder: Path, files: int) -> Finding:
-    """Compares free bytes and inodes with the least that a run needs.
-
-    A quota is noticed only when it is used up, by the probe.
-    """
+    """Compares free bytes and inodes with the least that a run needs. The probe notices a quota that is used up."""
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
     state: State = "ok" if free >= _LEAST_FREE else "problem"
@@ -404,7 +399,7 @@ def commits_each_write(folder: DataFolder) -> bool:
 
 
 def within(seconds: float, function: Callable[[], T], place: str) -> T:
-    """Returns what the function returns, and raises what it raises.
+    """Calls a function with a time limit.
 
     Raises:
         RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no process alive.
@@ -481,7 +476,7 @@ class FilesystemTraits:
 
 
 def find_mount(path: Path, mounts: str) -> Mount | None:
-    """The mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts, does not tell."""
+    """Returns the mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts, lacks it."""
     found = None
     for line in mounts.splitlines():
         fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in line.split(" ")]
@@ -495,7 +490,6 @@ def find_mount(path: Path, mounts: str) -> Mount | None:
 
 
 def traits(mount: Mount | None) -> FilesystemTraits:
-    """The traits that follow from the mount's type and options."""
     if mount is None:
         return FilesystemTraits("a file system of unknown kind")
     if mount.kind in _IN_MEMORY:

@@ -1,14 +1,11 @@
-"""``datatrove-ckpt doctor``: checks folders, input, servers and limits of an executor before it runs.
-
-The checks change nothing; ``cli/run.py`` prints them.
-"""
+"""``datatrove-ckpt doctor``: checks folders, input, servers and limits of an executor before it runs."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.readers.base import BaseReader
 
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, error_text, plural
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.paths import expand_path
@@ -46,7 +44,7 @@ from datatrove_ckpt.preflight.checks import (
 )
 from datatrove_ckpt.preflight.input_checks import Sample, check_input, check_inputs_unchanged
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
-from datatrove_ckpt.process.open_files import files_needed, limits, requests_at_once, too_low
+from datatrove_ckpt.process.open_files import files_needed, limits, too_low
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -57,18 +55,6 @@ _ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
 _ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
 
-@dataclass
-class Look:
-    """What the checks look at.
-
-    Attributes:
-        sample: of the input, once it has been read.
-    """
-
-    plan: RunPlan
-    sample: Sample = field(default_factory=Sample)
-
-
 def doctor(executor: PipelineExecutor) -> list[Finding]:
     """Checks folders, input, servers and limits before a run. What would fail has the state "problem"."""
     with log_disabled("datatrove", "datatrove_ckpt"):
@@ -76,9 +62,8 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
 
 
 def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
-    """Runs all checks for everything that the executor and its steps name. A check that fails is a problem."""
     plan = RunPlan(executor)
-    look = Look(plan)
+    sample = Sample()
     yield from about("pipeline", _check_steps(executor, plan))
     yield from about(written.logging_dir, check_remote(plan.logging_dir))
     unreachable = []
@@ -89,13 +74,13 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
         else:
             place = ""
         if isinstance(step, BaseReader):
-            checks, sample = check_input(step, plan.tasks, plan.waits)
+            checks, found_here = check_input(step, plan.tasks, plan.waits)
             yield from about(f"{place}input", checks)
-            if not look.sample.number:
-                look.sample = sample
+            if not sample.number:
+                sample = found_here
         runner = runners.get(index)
         if runner is not None:
-            found = list(check_runner(look, place, runner))
+            found = list(check_runner(runner, place, sample))
             if any((one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output") for one in found):
                 unreachable.append(index)
             yield from found
@@ -108,7 +93,7 @@ def _check_earlier(executor: PipelineExecutor, unreachable: Sequence[int]) -> It
         earlier: list[tuple[str, str, Callable[[], object]]] = [
             ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
             ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
-            ("output", "of earlier runs", partial(check_output, plan, True, unreachable, _PATIENCE_SECONDS)),
+            ("output", "of earlier runs", partial(check_output, plan, True, unreachable, retrying.HUB_PROBE)),
         ]
         for each in earlier:
             found = _compared(*each)
@@ -122,26 +107,27 @@ def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]
     yield from ()
 
 
-def check_runner(look: Look, place: str, runner: RunnerPlan) -> Iterator[Finding]:
-    """The checks of what one runner names. ``place``: stands before the subjects."""
+def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Finding]:
+    """Runs the checks of what one runner names. ``place``: stands before the subjects."""
+    plan = runner.plan
     step = runner.step
     remote = runner.step.checkpoints_remote_dir
-    yield from about(f"{place}input", _check_prompt(look, runner))
+    yield from about(f"{place}input", _check_prompt(runner, sample))
     for config in step.models.values():
-        yield from about(f"{place}{config.server_name('server')}", _check_server(look.plan, step, config))
-    yield from about(f"{place}checkpoints", _check_checkpoints(look, step))
-    for check in (_check_output, _check_writer):
-        yield from about(f"{place}output", check(look, runner))
+        yield from about(f"{place}{config.server_name('server')}", _check_server(plan, step, config))
+    yield from about(f"{place}checkpoints", _check_checkpoints(plan, step))
+    yield from about(f"{place}output", _check_output(runner))
+    yield from about(f"{place}output", _check_writer(runner, sample))
     if remote is not None:
         yield from about(f"{place}mirror", check_remote(remote, deletes=True))
     if step.monitoring.metrics_port is not None:
         yield from about(f"{place}monitoring", _check_monitoring(step.monitoring))
-    yield from about(f"{place}output", check_rules_of_hub(look, step))
+    yield from about(f"{place}output", check_rules_of_hub(plan, step))
 
 
-def _check_prompt(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
-    if look.sample.first and runner.index == 1 and runner.step.on_document_error == "stop":
-        first = decode(look.sample.first)
+def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
+    if sample.first and runner.index == 1 and runner.step.on_document_error == "stop":
+        first = decode(sample.first)
         check_first(runner.step.rollout_fn, first)
         asyncio.run(try_media(runner.step.rollout_fn, first))
     yield from ()
@@ -155,7 +141,7 @@ def _check_server(plan: RunPlan, step: InferenceRunner, config: InferenceConfig)
     ready = tried("ready", partial(_server_is_ready, config))
     yield ready
     if config is step.model:
-        yield _check_open_files([*step.models.values()])
+        yield _check_open_files(*step.requests_and_servers())
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
     if config.server_type == "endpoint" and ready.state == "ok":
@@ -172,20 +158,19 @@ def _server_is_ready(config: InferenceConfig) -> str:
     return f"everything that {config.server_type} needs is installed here."
 
 
-def _check_checkpoints(look: Look, step: InferenceRunner) -> Iterator[Finding]:
-    if look.plan.as_jobs:
+def _check_checkpoints(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding]:
+    if plan.as_jobs:
         return  # each job has a disk of its own
     if step.checkpoints_local_dir is None:
         yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
         return
     folder = step.checkpoints_root
     mirrored = step.checkpoints_remote_dir is not None
-    moves = not look.plan.is_local
-    files = _FILES_PER_RANK * look.plan.at_once
-    yield from answered(folder, check_checkpoints(folder, files, mirrored, moves))
+    files = _FILES_PER_RANK * plan.at_once
+    yield from answered(folder, check_checkpoints(folder, files, mirrored, not plan.is_local))
 
 
-def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
+def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
     writer = runner.step.output_writer
     hub = HubFolder.of(writer.output_folder)
     if hub is not None:
@@ -194,17 +179,17 @@ def _check_output(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         yield from check_remote(writer.output_folder)
     else:
         folder = Path(writer.output_folder.resolve_paths("")).absolute()
-        files = _STAGED_PER_RANK * look.plan.at_once
-        yield from answered(folder, check_local_output(folder, files, not look.plan.is_local))
+        files = _STAGED_PER_RANK * runner.plan.at_once
+        yield from answered(folder, check_local_output(folder, files, not runner.plan.is_local))
 
 
-def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
+def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
     """Writes a document to memory, with an answer that is made up."""
     step = runner.step
     writer = runner.step.output_writer
-    name = writer_name(runner.step.output_writer)
-    if look.sample.first:
-        document = decode(look.sample.first)
+    name = writer_name(writer)
+    if sample.first:
+        document = decode(sample.first)
     else:
         document = Document(text="text", id="id")
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
@@ -219,11 +204,11 @@ def _check_writer(look: Look, runner: RunnerPlan) -> Iterator[Finding]:
         yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
 
 
-def check_rules_of_hub(look: Look, step: InferenceRunner) -> Iterator[Finding]:
+def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding]:
     """Compares a job whose output is on the hub with the hub's rules."""
     hub = HubFolder.of(step.output_writer.output_folder)
     if hub is not None and not hub.is_bucket:
-        yield check_commits(look.plan.tasks, step.hub_pace)
+        yield check_commits(plan.tasks, step.hub_pace)
 
 
 def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
@@ -244,7 +229,6 @@ def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
 
 
 _SHOWN_MODELS = 5
-_PATIENCE_SECONDS = 10.0
 
 
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
@@ -280,10 +264,9 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
     return Finding("problem", "endpoint", text)
 
 
-def _check_open_files(models: Sequence[InferenceConfig]) -> Finding:
+def _check_open_files(requests: int, servers: int) -> Finding:
     """Compares the need of one task with the hard limit of this machine."""
-    requests = sum(requests_at_once(config.max_concurrent_generations, config.servers) for config in models)
-    needed = files_needed(requests, sum(config.servers for config in models))
+    needed = files_needed(requests, servers)
     allowed = limits()[1]
     if allowed < needed:
         return Finding("problem", "open files", too_low(requests, needed, allowed))

@@ -14,8 +14,8 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import RUN, SHARD, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.job import tasks_of
+from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import byte_size, plural
 from datatrove_ckpt.common.retrying import failure_line
@@ -134,10 +134,9 @@ def _read_some(reader: BaseDiskReader, files: int) -> Sample:
 
 
 def _read_files(reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]) -> None:
-    """Adds the first documents, file after file.
+    """Adds the first documents, file after file, and the files that are ``refused``.
 
-    One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``. Files
-    that are refused for that are added to ``refused``.
+    One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``.
     """
     deadline = time.monotonic() + _SAMPLE_SECONDS
     for rank in range(files):
@@ -157,7 +156,7 @@ def _read_files(reader: BaseDiskReader, files: int, found: list[Document], refus
 
 
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:
-    """For datatrove's own readers; ours say it themselves."""
+    """Explains datatrove's own readers; ours do it themselves."""
     text = ""
     with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
         if names:
@@ -174,7 +173,7 @@ _PARTS = 20
 
 
 def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
-    """Whether each task has input: datatrove deals out whole files, in the order of their names.
+    """Checks that each task has input: datatrove deals out whole files, in the order of their names.
 
     Args:
         size: the bytes of the only file.
@@ -223,7 +222,7 @@ def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
 
 
 def note_steps(plan: RunPlan) -> None:
-    """Tells each runner the steps before it, for the records of the ranks that will finish."""
+    """Notes in each runner the steps before it, for the records of the ranks that will finish."""
     if plan.depends is not None:
         note_steps(plan.depends)
     for runner in plan.runners:
@@ -233,11 +232,9 @@ def note_steps(plan: RunPlan) -> None:
 def check_inputs_unchanged(plan: RunPlan) -> int:
     """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
 
-    Returns the number of files that were compared.
-
-    Says nothing of ranks that an earlier release finished, of ranks of a run with another number of tasks, and of
-    sources that are no files. A retry of dead letters does not need the input: it may be gone as a whole, and a
-    dataset is not opened.
+    Returns the number of files that were compared. Left out are ranks that an earlier release finished, runs with
+    another number of tasks, and sources that are no files. A retry of dead letters does not need the input: it may be
+    gone, and a dataset is not opened.
 
     Raises:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a step before the runner.
@@ -275,17 +272,12 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
 
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     """What each finished rank has read, if a record tells."""
-    records = []
-    for rank in rank_numbers(root) if root.is_dir() else []:
-        folder = rank_folder(root, rank)
-        if is_finished(folder):
-            record = ShardRecord.read(folder / SHARD)
-        else:
-            record = None
-        # Another number of tasks is refused as such, and not for the files that each rank would get by it.
-        if record is not None and read_run(folder / RUN).get("tasks") == plan.tasks:
-            records.append((rank, record))
-    return records
+    # Another number of tasks is refused as such, and not for the files that each rank would get by it.
+    if tasks_of(root) != plan.tasks:
+        return []
+    folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
+    read = {rank: ShardRecord.read(folder / SHARD) for rank, folder in folders.items() if is_finished(folder)}
+    return [(rank, record) for rank, record in read.items() if record is not None]
 
 
 def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:
@@ -299,7 +291,7 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
             "A finished rank is not run again, so its output would stay that of the old steps. Put the steps back, or "
             "process the new input as another run: with ",
             StartOver(),
-            ".",
+            f"{written.old_results}.",
         )
 
 
@@ -366,7 +358,7 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
             "back, or "
             "process the new one as another run: with ",
             StartOver(),
-            ".",
+            f"{written.old_results}.",
         )
     touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:
@@ -404,7 +396,6 @@ def _line(what: str, names: Iterable[str]) -> list[str]:
 
 
 def rows_without_document(root: Path) -> SkippedLines:
-    """The lines and rows of the whole input that were no documents."""
     skipped = SkippedLines()
     for rank in rank_numbers(root):
         record = ShardRecord.read(rank_folder(root, rank) / SHARD)

@@ -1,6 +1,6 @@
-"""What a job is, read from a datatrove executor. Checks and commands see this, and no executor.
+"""RunPlan: a job, read from a datatrove executor. Checks and commands see this, and no executor.
 
-Which tasks are marked as complete changes while they run, so that alone is asked for anew each time.
+Only ``incomplete`` reads the executor again: which tasks are marked as complete changes while they run.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,25 +27,20 @@ from datatrove_ckpt.runner import InferenceRunner
 _COPIES = "_checkpoint_copies"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunnerPlan:
     """One ``InferenceRunner`` of a job.
 
     Attributes:
         index: its place in the pipeline.
         before: the steps since the runner before it, which passes no documents on.
-        tasks: of the job.
-        is_local: the tasks run on this machine.
-        is_seen: they do not run as jobs, or checks look at copies of the mirrors.
-        copy: of the mirror of their checkpoints, on this machine.
+        copy: of the mirror of its checkpoints, on this machine.
     """
 
+    plan: RunPlan
     index: int
     step: InferenceRunner
     before: Sequence[PipelineStep]
-    tasks: int
-    is_local: bool
-    is_seen: bool
     copy: Path | None
 
     @property
@@ -56,18 +52,18 @@ class RunnerPlan:
         """
         if self.copy is not None:
             return self.copy
-        if self.step.checkpoints_local_dir is None or not self.is_seen:
+        if self.step.checkpoints_local_dir is None or self.plan.as_jobs:
             return None
         try:
             return self.step.checkpoints_root
         except ConfigError:
-            if self.is_local:
+            if self.plan.is_local:
                 raise
             return None
 
-    @property
+    @cached_property
     def identity(self) -> RunIdentity:
-        return self.step.identity(self.tasks)
+        return self.step.identity(self.plan.tasks)
 
 
 class RunPlan:
@@ -77,7 +73,7 @@ class RunPlan:
         name: of the executor's class.
         local_ranks: those that this executor runs; the others belong to executors on other machines.
         is_local: the tasks run on this machine.
-        as_jobs: they run as Hugging Face Jobs, on disks that nobody else sees.
+        as_jobs: they run as Hugging Face Jobs, on disks that no other machine sees.
         at_once: how many tasks run at once, at most.
         depends: the job that comes first.
         waits: another job has yet to create the input.
@@ -98,27 +94,27 @@ class RunPlan:
             self.at_once = min(self.tasks, workers)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
-        if depends is None:
-            self.depends = None
-        else:
-            self.depends = RunPlan(depends)
+        self.depends = None if depends is None else RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
-        self.runners = self._find_runners(getattr(executor, _COPIES, None))
+        self.runners = self._find_runners(getattr(executor, _COPIES, {}))
         no_bars_in_logs()
 
-    def _find_runners(self, copies: dict[int, Path] | None) -> list[RunnerPlan]:
-        is_seen = not self.as_jobs or copies is not None
+    def _find_runners(self, copies: dict[int, Path]) -> list[RunnerPlan]:
         found: list[RunnerPlan] = []
         before: list[PipelineStep] = []
         for index, step in enumerate(self.pipeline):
             if isinstance(step, InferenceRunner):
-                copy = (copies or {}).get(index)
-                found.append(RunnerPlan(index, step, before, self.tasks, self.is_local, is_seen, copy))
+                found.append(RunnerPlan(self, index, step, before, copies.get(index)))
                 before = []
             else:
                 before.append(step)
         return found
+
+    @property
+    def inputs(self) -> list[Path]:
+        """The folders that the readers read."""
+        return [Path(step.data_folder.path).absolute() for step in self.pipeline if hasattr(step, "data_folder")]
 
     @property
     def kept(self) -> list[tuple[InferenceRunner, Path]]:
@@ -140,17 +136,16 @@ class RunPlan:
         return found
 
     def marker(self, rank: int) -> str:
-        """The path of the file that marks a rank as complete."""
+        """Returns the path of the file that marks a rank as complete."""
         return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
 
     def forget(self, rank: int) -> None:
-        """Removes a rank's marker, if it has one."""
         name = f"completions/{rank:05d}"
         if self.logging_dir.isfile(name):
             self.logging_dir.rm(name)
 
     def marked(self) -> dict[str, object]:
-        """When each rank was marked, by the marker's path; without those of file systems that do not tell."""
+        """Returns when each rank was marked, by the marker's path, if its file system has times."""
         with file_system_call():
             found = self.logging_dir.find("completions", detail=True)
         times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
@@ -159,7 +154,7 @@ class RunPlan:
 
 @contextmanager
 def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Iterator[Callable[[str], str]]:
-    """While checks of this machine look at runners whose ranks run as jobs: plans have copies of their mirrors.
+    """Gives plans copies of the mirrors of runners whose ranks run as jobs, for checks on this machine.
 
     Yields what puts the mirrors' names into a text.
 

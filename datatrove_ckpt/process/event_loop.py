@@ -2,11 +2,10 @@
 
 With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured).
 
-And what becomes of a process that user code forked with ``os.fork`` and that does not end itself. Such a fork shares
-the sockets and the open checkpoint files with its rank. If it went on in our code, it would send requests on the rank's
-connections, or write into its files. So it ends at once, and closes nothing (``end_fork``). What it printed is written
-out, as at the end of any Python process. If the error of a task ends it, uvloop lets other rollouts make a step in it
-first, and one of them may give the exit code.
+A process that user code forked with ``os.fork`` shares the sockets and the open checkpoint files with its rank. In our
+code, it would send requests on the rank's connections, or write into its files. So it ends there at once, and closes
+nothing (``end_fork``). If the error of a task ends it, uvloop lets other rollouts make a step in it first, and one of
+them may give the exit code.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.process.screen import leave_terminal
+from datatrove_ckpt.process.screen import exit_now
 
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
 _polls: set[int] = set()
 left_behind: list[object] = []
-"""Of ranks of this process: loops with tasks, or with threads, that ignored their end."""
+"""Loops of ranks of this process, with tasks or threads that ignored their end."""
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -38,17 +37,23 @@ def run(main: Awaitable[_Result]) -> _Result:
     interruptions: list[KeyboardInterrupt] = []
 
     async def catch_interruption() -> _Result:
-        # A KeyboardInterrupt that ends a task also leaves the loop at once, before anybody has looked at the task.
-        # asyncio would then log the exception as never retrieved, with a traceback, when the task is collected.
+        # A KeyboardInterrupt that ends a task also leaves the loop at once. asyncio would log it as never retrieved
+        # when the task is collected.
         try:
             return await main
         except KeyboardInterrupt as interruption:
             interruptions.append(interruption)
             raise asyncio.CancelledError from None
 
-    runner = asyncio.Runner(loop_factory=_fastest())
+    try:
+        import uvloop
+    except ImportError:
+        factory = None  # Python's own
+    else:
+        factory = uvloop.new_event_loop
+    runner = asyncio.Runner(loop_factory=factory)
     threads: list[threading.Thread] = []
-    # asyncio's own, but we can see the threads of ``asyncio.to_thread``.
+    # As asyncio's own, but with the threads of ``asyncio.to_thread`` to join.
     executor = ThreadPoolExecutor(
         thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())
     )
@@ -70,10 +75,9 @@ def run(main: Awaitable[_Result]) -> _Result:
 
 
 def refuse_nested(what: str) -> None:
-    """``what`` runs an event loop, and this thread has one that runs already, as in a notebook.
-
+    """
     Raises:
-        ConfigError: it says what to call instead.
+        ConfigError: this thread has an event loop that runs already, as in a notebook, and ``what`` runs another one.
     """
     if asyncio._get_running_loop() is not None:
         raise ConfigError(
@@ -84,16 +88,15 @@ def refuse_nested(what: str) -> None:
 
 
 def _poll_of(runner: asyncio.Runner) -> int:
-    """The descriptor with which the loop waits. Neither asyncio nor uvloop has a public name for it."""
+    """Returns the descriptor with which the loop waits. Neither asyncio nor uvloop has a public name for it."""
     loop: Any = runner.get_loop()
     return int(loop._selector.fileno() if hasattr(loop, "_selector") else loop._get_backend_id())
 
 
 def _leave_polls() -> None:
-    """Gives a fork polls of its own, which are empty.
+    """Replaces inherited epoll descriptors with empty ones in a fork.
 
-    An epoll is shared with the parent: the fork's copy of the loop would read answers that the parent waits for, and
-    take the parent's wakeups out of it.
+    An epoll is shared with the parent: the fork's copy of the loop would take answers and wakeups of the parent.
     """
     while _polls:
         with select.epoll() as own:
@@ -115,13 +118,12 @@ os.register_at_fork(after_in_child=_note_fork)  # a system call for each rollout
 
 
 def end_fork(pid: int, error: BaseException | None = None) -> None:
-    """Ends this process if it is a fork. Call it where user code has returned or raised.
+    """Ends this process if it is a fork of process ``pid``, which called user code.
 
     The exit code is what ``sys.exit`` asked for, 0 without an error, and 1 for another error, whose traceback is
     printed.
 
     Args:
-        pid: of the process that called the user code. If it is this process, nothing happens.
         error: what user code raised.
     """
     if _pid == pid:
@@ -129,9 +131,8 @@ def end_fork(pid: int, error: BaseException | None = None) -> None:
     code = 1
     try:
         code = _exit_code(error)
-        leave_terminal()
     finally:
-        os._exit(code)
+        exit_now(code)
 
 
 def _exit_code(error: BaseException | None) -> int:
@@ -150,7 +151,7 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
     """Like ``Runner.close``, which would wait without a limit for a task that ignores its cancellation.
 
     Args:
-        threads: those that get a few seconds to end, too.
+        threads: they get a few seconds to end, too.
     """
     loop = runner.get_loop()
     for seconds in _PATIENCE:
@@ -165,31 +166,19 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
         _polls.discard(_poll_of(runner))
         runner.close()
         return
-    # The loop cannot be closed, and nothing may be collected: a coroutine that ignores its end would complain.
+    # The loop cannot be closed. Nothing may be collected: a coroutine that ignores its end would log that.
     left_behind.append((runner, asyncio.all_tasks(loop)))
     asyncio.set_event_loop(None)
 
 
 def exit_past_threads(code: int) -> None:
-    """Ends the process if a rank has left something behind: Python would wait for its threads. Else does nothing."""
     if left_behind:
-        leave_terminal()
-        os._exit(code)
-
-
-def _fastest() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None  # Python's own
-    new: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return new
+        exit_now(code)
 
 
 def call_soon(
     loop: asyncio.AbstractEventLoop, callback: Callable[[*_Arguments], object], *arguments: *_Arguments
 ) -> None:
-    """``loop.call_soon_threadsafe``, for another thread or a signal handler. Does nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:

@@ -1,12 +1,11 @@
 """A rank inside an event loop that runs already: ``await runner.run_async(data)``, or one of several ranks at once.
 
-What blocks (the checkpoint, output files, the end of the run) runs in a thread of its own, which is all that
-``InferenceRunner.run`` needs. Rollouts, requests and servers run on the caller's loop, so a rollout may use what
-belongs to that loop. The runner finds the caller's loop by the thread that it runs in.
+``InferenceRunner.run`` runs in a thread, for what blocks (the checkpoint, output files, the end of the run). Rollouts,
+requests and servers run on the caller's loop, so a rollout may use what belongs to that loop.
 
 Cancellations of ``run_async`` are what signals are to ``run``: the first one starts the drain, a second one ends it at
-once. Everything is saved, and only then the cancellation goes on. A loop that ends cancels all its tasks, those of the
-rank among them: nothing is left to drain then.
+once. Everything is saved before the cancellation is raised. A loop that ends cancels the rank's tasks, too: then
+nothing is left to drain.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ class HostLoop:
     """The caller's event loop, for one rank.
 
     Args:
-        loop: the caller's.
         servers: of all ranks that share the loop; None: the rank has servers of its own.
-        order: among those ranks: requests of the lowest one go first.
-        rank: the rank, if several share the loop. ``RankThreads`` watches the time limit and notices for all of them.
+        order: requests of the rank with the lowest one go first.
+        rank: if several share the loop. ``RankThreads`` watches the time limit and notices for all of them.
         shutdown: of the process, if several ranks share the loop.
 
     Attributes:
-        cancellations: how often the caller has cancelled the rank.
         has_admitted: the rank has handed out all its documents.
         save: returns when everything that the rank has handed over is on the disk.
         is_open: the rank processes documents, or closes its files. Before that it has nothing to save.
@@ -55,18 +52,17 @@ class HostLoop:
         self.order = order
         self.rank = rank
         self._parent = shutdown
-        self.cancellations = 0
         self.has_admitted = False
         self.save: Callable[[], None] | None = None
         self.is_open = False
         self._loop = loop
-        self._cause = _CAUSE
+        self._cause = ""
         self._shutdown: Shutdown | None = None
         self._is_fast = False
         self._closings = ExitStack()
 
     def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
-        """Runs this on the caller's loop, and waits for it in this thread.
+        """Runs ``main`` on the caller's loop, and waits for it in this thread.
 
         Raises:
             Preempted: the loop has cancelled it.
@@ -75,12 +71,11 @@ class HostLoop:
             return asyncio.run_coroutine_threadsafe(main, self._loop).result()
         except concurrent.futures.CancelledError:
             assert self._shutdown is not None
-            self._shutdown.request(self._cause)
+            self._shutdown.request(self._cause or _CAUSE)
             self._shutdown.fast_stop()
             self._shutdown.raise_preempted()
 
     def attach(self, shutdown: Shutdown) -> None:
-        """``shutdown`` is that of the rank, or of its next step."""
         if self._parent is None:
             shutdown.hurried_by = "a second cancellation"
         shutdown.parent = self._parent
@@ -90,12 +85,11 @@ class HostLoop:
 
     @property
     def is_stopping(self) -> bool:
-        """The rank fails, or is asked to stop."""
         return self._shutdown is not None and self._shutdown.is_stopping
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """In this block the rank has something to save. After it, the rank closes its files, until ``detach``."""
+        """Marks where the rank has something to save. Afterwards it closes its files, until ``detach``."""
         self.save = save
         self.is_open = True
         try:
@@ -105,7 +99,7 @@ class HostLoop:
             call_soon(self._loop, self._closing_started)
 
     def detach(self) -> None:
-        """The rank has ended, or its step. In the rank's thread."""
+        """Marks the end of the rank, or of its step. In the rank's thread."""
         self.is_open = False
         call_soon(self._loop, self._closings.close)
 
@@ -114,20 +108,17 @@ class HostLoop:
             self._closings.enter_context(self._parent.closing())
 
     def cancel(self) -> None:
-        """The rank drains, and ends. A second call ends the drain. On the caller's loop."""
-        self.cancellations += 1
-        self._is_fast = self.cancellations > 1 or self.is_stopping
-        self._pass_on()
+        """Lets the rank drain. A second call ends the drain. On the caller's loop."""
+        self.stop(_CAUSE, self._cause != "" or self.is_stopping)
 
     def stop(self, cause: str, is_fast: bool) -> None:
-        """The same for another reason. In any thread, or in a signal handler."""
+        """Lets the rank drain for another reason. In any thread, or in a signal handler."""
         self._cause = cause
-        self.cancellations = max(1, self.cancellations)
         self._is_fast = is_fast
         self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._shutdown is not None and self.cancellations:
+        if self._shutdown is not None and self._cause:
             self._shutdown.request(self._cause)
             if self._is_fast:
                 self._shutdown.fast_stop()
@@ -137,12 +128,12 @@ _host = contextvars.ContextVar[HostLoop | None]("host", default=None)
 
 
 def host_loop() -> HostLoop | None:
-    """The event loop that this rank runs on, if that is not its own."""
+    """Returns the event loop that this rank runs on, if it is not the rank's own."""
     return _host.get()
 
 
 def rank_of_many() -> int | None:
-    """The rank that this thread or task works for, if several ranks share the process."""
+    """Returns the rank that this thread or task works for, if several ranks share the process."""
     host = host_loop()
     if host is None:
         return None
@@ -150,7 +141,7 @@ def rank_of_many() -> int | None:
 
 
 async def run_hosted(run: Callable[[], _Result], name: str, host: HostLoop | None = None) -> _Result:
-    """Calls ``run`` in a thread, which uses the running loop as its event loop. Returns its result when it has ended.
+    """Calls ``run`` in a thread, with the running loop as its event loop. Returns its result.
 
     Args:
         name: of the thread.
@@ -176,7 +167,7 @@ async def run_hosted(run: Callable[[], _Result], name: str, host: HostLoop | Non
         if not loop.is_closed():
             loop.call_soon_threadsafe(ended.set_result, error)
 
-    # A daemon: if the loop ends without a cancellation, nobody is left to end the thread, as after kill -9.
+    # A daemon: if the loop ends without a cancellation, nothing ends the thread, as after kill -9.
     threading.Thread(target=work, name=name, daemon=True).start()
     cancellation: asyncio.CancelledError | None = None
     while not ended.done():

@@ -26,7 +26,6 @@ LAUNCH = "DATATROVE_CKPT_JOB_LAUNCH"
 
 
 def main() -> None:
-    """Runs what lies in the folder."""
     folder, name = sys.argv[1:]
     if seconds := os.environ.get(TIMEOUT):
         os.environ[END] = str(time.time() - _age() + float(seconds))

@@ -1,4 +1,4 @@
-"""How much memory this process may use, and budgets of it for data that comes in large pieces."""
+"""How much memory this process may use, and budgets of it for media."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _SHARE = 4  # of this process's memory; another quarter is for what is made of t
 
 @cache
 def media_bytes() -> int:
-    """How many bytes of media this process may hold at once: a quarter of the memory that it may use."""
     return usable_memory() // _SHARE // max(1, int(os.environ.get(WORKERS_VARIABLE) or 1))
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Bytes: the machine's memory, or what the cgroups of this process (a container, a Slurm job) leave of it."""
+    """Returns the bytes of the machine, or what the cgroups of this process (a container, a Slurm job) leave of it."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -43,9 +42,9 @@ def _text(path: Path) -> str:
 
 
 class ByteBudget:
-    """Lets tasks of one event loop hold that many bytes together. One that asks for more than all goes alone.
+    """Limits the bytes that the tasks of one event loop hold together. A task that needs more than all goes alone.
 
-    Each asks once for all that it needs, and those that wait go in order, so none waits for ever.
+    Each task acquires once, and they wait in order, so none waits forever.
     """
 
     def __init__(self, limit: int) -> None:
@@ -54,7 +53,6 @@ class ByteBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, size: int) -> None:
-        """Returns when there is room for ``size`` bytes, and takes it."""
         if not self._waiting and self._has_room(size):
             self.held += size
             return
@@ -68,7 +66,6 @@ class ByteBudget:
             raise
 
     def release(self, size: int) -> None:
-        """Gives ``size`` bytes back; some of those that were taken, or all."""
         self.held -= size
         while self._waiting and (self._waiting[0][1].done() or self._has_room(self._waiting[0][0])):
             size, future = self._waiting.popleft()

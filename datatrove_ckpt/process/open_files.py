@@ -1,11 +1,8 @@
 """The limit on open files: raised at a rank's start to what the rank needs, and named where it was reached after all.
 
-Each request in flight has a connection, and each connection is an open file. Shells and Slurm often start with a soft
-limit of 1024, which every process may raise itself, up to the hard limit. It is raised to what is needed and no higher:
-some programs walk through all numbers up to the limit, and ``select`` fails above 1024.
-
-Servers that are launched inherit the raised limit, because each connection is an open file there, too. Without it a
-server of 3000 connections would stop accepting at 1024. vLLM and SGLang raise theirs to 65535 anyway.
+Each request in flight has a connection, which is an open file here and in the server, which inherits the limit. Shells
+and Slurm often start with a soft limit of 1024, which a process may raise up to the hard limit. It is raised no higher
+than needed: some programs walk through all numbers up to the limit, and ``select`` fails above 1024.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles, caus
 _PER_SERVER = 4
 # 64 journals, the database with its log, a staged file, input files, uploads and the mirror's connections.
 _FILES = 128
-# What a library may open in addition: room, if the hard limit has it.
+# What a library may open in addition, if the hard limit has room.
 _SPARE = 256
-# Under "auto", per server. More than any engine runs by default (vLLM 1024), so only the engine's queue is a limit.
+# Under "auto", per server: more than any engine runs by default (vLLM 1024).
 _MOST_PER_SERVER = 4096
 _FEWEST_PER_SERVER = 64
-# SQLite needs up to this many at once. They are closed again when it reports the error.
+# SQLite needs up to this many at once, and closes them before it reports the error.
 _PROBED = 4
 _CODES = (errno.EMFILE, errno.ENFILE)
 _ADVICE = (
@@ -40,17 +37,17 @@ _ADVICE = (
 
 
 def files_needed(requests: int, servers: int) -> int:
-    """How many files a rank has open at most, with those that the process has open now.
+    """Returns how many files the process may have open with one more rank.
 
     Args:
-        requests: requests in flight at once; each has one connection.
-        servers: servers that the rank launches, or URLs that it sends requests to.
+        requests: in flight at once.
+        servers: those that the rank launches, or URLs that it sends requests to.
     """
     return _open_now() + requests + servers * _PER_SERVER + _FILES
 
 
 def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
-    """How many requests may be in flight at once.
+    """Returns how many requests may be in flight at once.
 
     Args:
         setting: ``max_concurrent_generations``. For "auto", as many as the hard limit allows, between 64 and 4096 per
@@ -65,7 +62,7 @@ def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
 
 
 def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
-    """Raises the soft limit to what the rank needs. It is never lowered.
+    """Raises the soft limit to what the rank needs.
 
     Args:
         ranks: how many ranks share the servers.
@@ -74,7 +71,7 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
         How many of these ranks the limit allows at one time, at least one.
 
     Raises:
-        ConfigError: the hard limit is too low. Only an administrator can raise that one.
+        ConfigError: the hard limit is too low. Only an administrator can raise it.
     """
     needed = files_needed(requests, servers)
     soft, hard = limits()
@@ -97,7 +94,6 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
 
 
 def too_low(requests: int, needed: int, allowed: int) -> str:
-    """The message for a limit below the need."""
     fitting = allowed - (needed - requests)
     if fitting > 0:
         lower = f", or set max_concurrent_generations to at most {fitting}"
@@ -110,7 +106,7 @@ def too_low(requests: int, needed: int, allowed: int) -> str:
 
 
 def limits() -> tuple[int, int]:
-    """The soft and the hard limit, as numbers."""
+    """Returns the soft and the hard limit."""
     both = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (2**31 - 1 if limit == resource.RLIM_INFINITY else limit for limit in both)
     return soft, hard
@@ -119,8 +115,8 @@ def limits() -> tuple[int, int]:
 def is_caused_by_limit(error: BaseException) -> bool:
     """Whether the error means that no more file could be opened.
 
-    SQLite ("unable to open database file") and the lookup of a host name do not tell. So for their errors we try
-    whether a file can be opened now.
+    SQLite ("unable to open database file") and the lookup of a host name do not say so. Their errors count if no file
+    can be opened now.
     """
     if isinstance(error, OSError) and (error.errno or 0) >= 0:
         return error.errno in _CODES
@@ -128,15 +124,13 @@ def is_caused_by_limit(error: BaseException) -> bool:
 
 
 def limit_reached(what: str) -> TooManyOpenFiles:
-    """The error to raise. ``what``: what could not be done, as a clause without a full stop."""
+    """Returns the error to raise. ``what`` could not be done: a clause without a full stop."""
     return TooManyOpenFiles(f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}")
 
 
 @contextmanager
 def enough_open_files(requests: int, servers: int) -> Iterator[None]:
-    """Raises the limit, and turns an error that the limit caused, wherever it comes from, into ``TooManyOpenFiles``.
-
-    So a reader, a writer or a library that opens files needs no rule of its own.
+    """Raises the limit, and turns any error that the limit caused into ``TooManyOpenFiles``.
 
     Raises:
         ConfigError: see ``raise_limit``.

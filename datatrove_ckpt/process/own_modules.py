@@ -1,4 +1,4 @@
-"""The user's own modules, which machines that have none of them get: imported, and beside the script or in this folder.
+"""The user's own modules, for machines without them: imported, and beside the script or in this folder.
 
 name.py                            itself
 a package, one with __init__.py    all its files: also templates and tables
@@ -29,7 +29,7 @@ _NO_CODE = {"__pycache__", "site-packages"}
 
 
 def own_modules() -> dict[str, dict[str, Path]]:
-    """Of each its files, by their names from the folder that it lies in."""
+    """Returns the files of each module, by their names from the folder that it lies in."""
     found: dict[str, dict[str, Path]] = {}
     here = {Path(folder).absolute() for folder in [*sys.path[:1], str(Path.cwd())]}
     for name in sorted({name.partition(".")[0] for name in [*sys.modules]} - {"datatrove_ckpt"}):
@@ -41,7 +41,7 @@ def own_modules() -> dict[str, dict[str, Path]]:
 
 
 def places_of(name: str) -> list[Path]:
-    """The file of an imported module, or the folders of a package; none of what is built in."""
+    """Returns the file of an imported module, or the folders of a package; nothing for a built-in module."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if not isinstance(spec, ModuleSpec):
         return []
@@ -50,7 +50,6 @@ def places_of(name: str) -> list[Path]:
 
 
 def is_installed(place: Path) -> bool:
-    """Whether it is Python's, or of a package that pip or the system has installed."""
     by_pip = {"site-packages", "dist-packages"} & {*place.parts}
     return bool(by_pip) or place.is_relative_to(sysconfig.get_path("stdlib"))
 
@@ -70,9 +69,6 @@ def _files(package: Path) -> Iterator[Path]:
                 yield file
 
 
-# What a Hugging Face Job gets of this machine: what to install, and a zip of this package and the user's modules.
-
-
 _SAME = ("datatrove", "dill", "huggingface_hub")
 _MOST_BYTES = 10 * 2**20  # of the user's own modules
 
@@ -82,7 +78,7 @@ def version() -> str:
 
 
 def required(*extras: str) -> list[str]:
-    """What the package requires, with these extras. What reads and writes pickles has the versions of this machine.
+    """Returns what the package requires, with these extras. Packages that read pickles have this machine's versions.
 
     Raises:
         ConfigError: the client of the hub is missing here.
@@ -99,7 +95,7 @@ def required(*extras: str) -> list[str]:
 
 
 def bundle() -> bytes:
-    """A zip of the package as it is here, and of the user's own modules. Errors: as ``own_files``."""
+    """Returns a zip of this package and of the user's own modules. Raises as ``own_files``."""
     package = Path(__file__).parents[1]
     files = {f"{package.name}/{path.relative_to(package)}": path for path in sorted(package.rglob("*"))}
     contents = {name: path.read_bytes() for name, path in files.items() if path.is_file() and path.suffix != ".pyc"}

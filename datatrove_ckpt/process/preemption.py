@@ -1,4 +1,4 @@
-"""Temporary signal handlers: drain, save, restore the old handler, re-raise.
+"""Stops a rank early, and then gives the signals that stopped it their usual effect.
 
     first signal, or Slurm's time limit is near    no new document or request starts; requests in flight have
                                                    ``drain_seconds`` to be answered
@@ -6,49 +6,18 @@
     then                                           everything is saved, the server stops, the old handlers are restored,
                                                    and the signals are raised again for them
 
-Raised again, a signal has its usual effect (``raise_again``): datatrove's Slurm executor requeues its job, SIGINT
-becomes KeyboardInterrupt, SIGTERM becomes SystemExit. If the re-raised signal does not end the process, raise
-``Preempted``: an early end must never look like a finished rank.
-
-One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a signal
-within ``SAME_EVENT`` seconds of the first one is no second signal. Nor is SIGTERM in a pool worker: whatever signal
-reaches the parent, too, makes it terminate its workers.
+If the raised signals do not end the process, ``Preempted`` is raised: an early end must never look like a finished
+rank. One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a
+signal within ``SAME_EVENT`` seconds of the first one is no second signal.
 
 The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop first, and could not
-restore the handler that it replaced. Only the main thread can set handlers: a rank in another thread has no drain.
-
-What the command does on a signal, alone or with a pool, is in ``cli/execution.py``.
-
-What follows a drain: each signal gets its usual effect, now that the old handlers are restored.
-
-    a handler of somebody's        is called, as datatrove's requeue handler
-    the default, which kills       SystemExit(128 + n), so that the ``finally`` blocks above run: datatrove's executor
-                                   ends its manager process there, which would otherwise stay for ever
-    in a worker of a pool          Preempted, whatever the handler is: CPython's pool waits without end for the result
-                                   of a worker that ends by itself, by a signal or an exit
-
-A pool worker that its signal would have ended does end, but only when its error is on its way: a ``Pool.terminate``,
-which sends SIGTERM once, waits for that.
-
-``LoopWatch`` ends a process that was asked to stop and whose event loop does not end.
-
-A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows KeyboardInterrupt, holds the main
-thread: no drain can end, and no signal is handed on. Then a thread of ours waits until everything that was handed over
-is on the disk, calls the old handlers (they may requeue the job), and ends the process with ``os._exit``. A run
-survives that like ``kill -9``: locks go with the process, servers end with their runner, nothing is marked complete.
-
-The same happens where the loop runs and does not come to its end, for example because an async generator of a rollout
-does not. While servers stop and the checkpoint is closed, no time counts: they limit it themselves, and a disk may be
-slow (``Shutdown.closing``).
-
-A loop that is only left behind by rollouts that ignore their cancellation is not blocked: see ``event_loop.py``.
+restore the handler that it replaced.
 """
 
 from __future__ import annotations
 
 import _thread
 import asyncio
-import gc
 import json
 import os
 import queue
@@ -56,42 +25,43 @@ import signal
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from types import FrameType, TracebackType
-from typing import NoReturn, Self, TypeAlias
+from types import TracebackType
+from typing import Self, TypeAlias
 
 import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
-from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
-from datatrove_ckpt.process.pool_signals import drain_pools, end_managers, is_pool_worker, managers_gone, spare
-from datatrove_ckpt.process.screen import leave_terminal
+from datatrove_ckpt.process.parent_watch import die_with_parent, is_pool_worker
+from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
-from datatrove_ckpt.process.slurm_job import (
+from datatrove_ckpt.process.signals import (
+    Handlers,
+    between_ranks,
     handle_between_ranks,
+    in_main_thread,
+    may_handle,
+    raise_again,
+)
+from datatrove_ckpt.process.slurm_job import (
     is_time_up,
     job_id_in_environment,
     requeue_if_preempted,
     slurm_deadline,
     stop_time,
-    usual_handler,
 )
 from datatrove_ckpt.process.worker import worker_slot
 
-# Preemption notices: a command or a cloud says that this node goes away soon. It is taken as a SIGTERM.
+# Preemption notices: this node goes away soon. A notice is taken as a SIGTERM.
 #
-#     command    it ends with exit code 0
-#     cloud      the address on which the cloud tells its virtual machines:
-#                aws      spot/instance-action, with a token (IMDSv2)
-#                gcp      instance/preempted says TRUE
-#                azure    a scheduled event of this machine that ends it
-#
-# A thread asks, never the event loop. What cannot be asked is logged once, and asked again: the run goes on.
+#     command    ends with exit code 0
+#     aws        spot/instance-action, with a token (IMDSv2)
+#     gcp        instance/preempted is TRUE
+#     azure      a scheduled event of this machine that ends it
 
 
 Setting: TypeAlias = Mapping[str, str | Sequence[str]]
@@ -130,10 +100,10 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
 
 
 class NoticeWatch:
-    """Asks for a notice until there is one, or until ``close``: at once, every few seconds, and at a request to stop.
+    """Polls for a notice in a thread, until there is one or ``close``: every few seconds, and at a request to stop.
 
     Args:
-        came: called in the thread with what the notice is, once.
+        came: called once, in the thread, with the text of the notice.
     """
 
     def __init__(self, setting: Setting, shutdown: Shutdown, came: Callable[[str], object]) -> None:
@@ -169,7 +139,6 @@ class NoticeWatch:
                     return
 
     def _ask(self) -> str | None:
-        """What the notice says, perhaps nothing. None: there is none."""
         if self._kind == "command":
             return self._run(self._value)
         assert isinstance(self._value, str)
@@ -188,10 +157,10 @@ class NoticeWatch:
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """The text of an answer; None: status 204 or 404. Past any proxy: such addresses are the node's own.
+    """Returns the text of an answer; None for status 204 or 404. Uses no proxy: such addresses are the node's own.
 
     Raises:
-        OSError: it cannot be reached, or answers with another status.
+        OSError: the address cannot be reached, or answers with another status.
     """
     from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener
@@ -240,106 +209,6 @@ def _azure() -> str | None:
 _CLOUDS: dict[str, Callable[[], str | None]] = {"aws": _aws, "gcp": _gcp, "azure": _azure}
 
 
-_DOES_NOT_END = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
-# For a pool's worker: until it hands in its error, as a log on a remote may be slow to close; and until that is sent.
-_HAND_IN_SECONDS = 60.0
-_HAND_IN_FAST_SECONDS = 5.0  # after a second signal
-_SEND_SECONDS = 5.0
-_EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
-
-
-def raise_again(numbers: Sequence[int], shutdown: Shutdown) -> None:
-    """Gives each signal its usual effect. Returns if none of them ends the rank.
-
-    Raises:
-        Preempted: in a worker of a pool, always.
-        SystemExit: the signal's default action would end this process.
-        BaseException: what an old handler raises.
-    """
-    leave_terminal()
-    ends = 0
-    for number in numbers:
-        handler = signal.getsignal(number)
-        fatal = handler is signal.SIG_DFL and signal.Signals(number).name not in _DOES_NOT_END
-        if fatal:
-            requeue_if_preempted()
-        if is_pool_worker() and (fatal or handler is signal.default_int_handler):
-            ends = ends or number
-        elif fatal:
-            _exit(number)
-        else:
-            try:
-                with job_id_in_environment():
-                    signal.raise_signal(number)
-            except BaseException as end:
-                if not is_pool_worker() or isinstance(end, Exception):
-                    raise end from None  # the rank's own end, as its context, would add nothing
-                ends = ends or number
-    if is_pool_worker():
-        error = _Handed(shutdown.message, ends, _HAND_IN_FAST_SECONDS if shutdown.is_fast else _HAND_IN_SECONDS)
-        try:
-            raise error from None
-        finally:
-            del error  # else this frame and the error's traceback would hold each other
-
-
-def _exit(number: int) -> NoReturn:
-    if event_loop.left_behind or managers_gone():
-        # Python would wait for what a rank has left behind. And datatrove's ``finally`` would fail if the same signal
-        # has ended its manager.
-        end_by(number)
-    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
-        # Python waits for such threads at its exit, without a limit. The signal's default action would not.
-        _call_later(_EXIT_SECONDS, end_by, number)
-    raise SystemExit(128 + number)
-
-
-def _call_later(seconds: float, end: Callable[[int], object], number: int) -> None:
-    timer = threading.Timer(seconds, end, [number])
-    timer.daemon = True
-    timer.start()
-
-
-def end_by(number: int) -> NoReturn:
-    """Ends this process by the signal's default action, and datatrove's manager with it."""
-    end_managers()
-    leave_terminal()
-    with suppress(BaseException):  # of a handler in Python
-        os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the signal is blocked or handled, or another thread takes its time
-
-
-class _Handed(Preempted):
-    """Fails a pool's task, and ends the process once the pool's worker has sent this error: then it holds no lock.
-
-    Args:
-        number: the signal of which the worker ends; 0: it does not.
-        seconds: how long it may take until the worker sends the error.
-    """
-
-    def __init__(self, message: str, number: int, seconds: float) -> None:
-        super().__init__(message)
-        self._number = number
-        if number:  # if a pool that has ended takes no results any more, or somebody else keeps the error
-            _call_later(seconds, end_by, number)
-
-    def __reduce__(self) -> tuple[type[Preempted], tuple[object, ...]]:
-        """Called when the error is sent; its traceback goes as text. A worker has no public way to end after a task."""
-        if self._number:
-            # loguru has read the locals of frames, which so hold this error. Tracebacks hold the frames.
-            self.__traceback__ = self.__context__ = None
-            gc.collect()
-            weakref.finalize(self, end_by, self._number).atexit = False
-            _call_later(_SEND_SECONDS, end_by, self._number)
-        return Preempted, self.args
-
-
-# In logs it is one.
-_Handed.__module__ = Preempted.__module__
-_Handed.__qualname__ = Preempted.__qualname__
-_Handed.__name__ = Preempted.__name__
-
-
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end
 _GRACE_FAST = 7.0  # after a second signal
@@ -348,10 +217,15 @@ _AGAIN = 0.2
 
 
 class LoopWatch:
-    """Watches one rank's event loop from the moment a stop is requested until ``close``.
+    """Ends a process that was asked to stop, and whose event loop does not end before ``close``.
+
+    A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows KeyboardInterrupt, holds the main
+    thread; an async generator may never end. Then a thread waits until everything is on the disk, calls the old
+    handlers, which may requeue the job, and ends the process. A run survives that like ``kill -9``.
+
+    While servers stop and the checkpoint is closed, no time counts: they limit it themselves, and a disk may be slow.
 
     Args:
-        shutdown: what was asked for.
         save: returns when everything that was handed over is on the disk.
         hand_on: calls the signal's old handlers; returns the exit code.
     """
@@ -370,7 +244,6 @@ class LoopWatch:
             _thread.start_new_thread(self._watch, ())
 
     def close(self) -> None:
-        """The event loop has ended."""
         self._closed = True
 
     def _watch(self) -> None:
@@ -382,29 +255,18 @@ class LoopWatch:
                 self._end()
 
     def _end(self) -> None:
-        code = [1]
-
-        def finish() -> None:
-            with suppress(BaseException):
-                self._save()
-            logger.error(
-                "This rank was asked to stop, and a rollout keeps its event loop from ending: it computes without end, "
-                "calls time.sleep, or has an async generator or a thread that does not end. Everything that is "
-                "finished is saved, and the process ends now. Run the same command again to resume."
-            )
-            code[0] = self._hand_on()
-
-        # In a thread, because the main thread may hold a lock, of the log for example.
-        thread = threading.Thread(target=finish, daemon=True)
-        thread.start()
-        thread.join(_SAVE)
-        end_managers()
-        leave_terminal()
-        os._exit(code[0])
+        # The main thread may hold a lock, of the log for example.
+        threading.Timer(_SAVE, exit_now, [1]).start()
+        with suppress(BaseException):
+            self._save()
+        logger.error(
+            "This rank was asked to stop, and a rollout keeps its event loop from ending: it computes without end, "
+            "calls time.sleep, or has an async generator or a thread that does not end. Everything that is "
+            "finished is saved, and the process ends now. Run the same command again to resume."
+        )
+        exit_now(self._hand_on())
 
 
-# Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
-_OF_TERMINALS = ("SIGHUP", "SIGINT")
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
 _MARGIN_SECONDS = 30.0
 _TIME_LIMIT = "the end of the job's time limit"
@@ -412,12 +274,8 @@ _REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def has_time_for(drain_seconds: float, seconds: float) -> bool:
-    """Whether what takes so long can end before the last drain of this job. The first rank of a process may start."""
+    """Whether work of so many seconds can end before the last drain of this job. True for the first rank."""
     return not is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
-
-
-Handler = Callable[[int, FrameType | None], object] | int | None
-"""What ``signal.getsignal`` returns."""
 
 
 class Preemption:
@@ -425,11 +283,7 @@ class Preemption:
 
     Args:
         signals: names of the signals to handle.
-        drain_seconds: see ``Shutdown``.
-        notice: ``preemption_notice``, see below.
-
-    Attributes:
-        shutdown: what the signals ask for.
+        notice: ``preemption_notice``.
 
     Raises:
         Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See ``raise_again``.
@@ -441,29 +295,29 @@ class Preemption:
         self._setting = notice
         self._notice = ""
         self._watch: NoticeWatch | None = None
-        self._previous: dict[int, Handler] = {}
+        self._handlers = Handlers(self._receive)
         self._received: list[int] = []
         self._interruptible = False
-        self._pid = os.getpid()
-        self._is_pool_worker = is_pool_worker()
         self._is_one_of_many = rank_of_many() is not None
-
-    # set the handlers, restore them, raise again ------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
             host.attach(self.shutdown)
-        if threading.current_thread() is not threading.main_thread() and not self._is_one_of_many:
+        if is_pool_worker():
+            die_with_parent()
+            logger.info(
+                "This rank runs in a worker of multiprocessing's pool: signals end it like kill -9, without a drain. "
+                "With datatrove_ckpt.LocalPipelineExecutor, ranks drain."
+            )
+        elif in_main_thread():
+            between_ranks.restore()
+            numbers = [signal.Signals[name] for name in self._names]
+            self._handlers.install(filter(may_handle, numbers))
+        elif not self._is_one_of_many:
             logger.info("This rank runs in a thread: signals end it at once, without a drain.")
-        for name in self._names if threading.current_thread() is threading.main_thread() else ():
-            number = signal.Signals[name]
-            handler = signal.getsignal(number)
-            # None: a handler that Python did not set and cannot restore
-            if handler is not None and not (handler is signal.SIG_IGN and name in _OF_TERMINALS):
-                self._previous[number] = usual_handler(signal.signal(number, self._receive))
         parent = self.shutdown.parent  # its rollouts run in the main thread
         of_process = parent is not None and parent.handles_interrupt
-        self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._previous
+        self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._handlers.usual
         if self._setting is not None and not self._is_one_of_many:
             self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
         return self
@@ -475,15 +329,14 @@ class Preemption:
             host.detach()
         if self._watch is not None:
             self._watch.close()
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
+        numbers = list(self._handlers.usual)
+        self._handlers.restore()
         if not self.shutdown.is_requested:
-            handle_between_ranks(self._previous)
-            drain_pools(self._previous)
+            handle_between_ranks(numbers)
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}")
-        raise_again(self._received, self.shutdown)
+        raise_again(self._received)
         if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):
@@ -491,22 +344,14 @@ class Preemption:
 
     # when a signal comes -----------------------------------------------------------------------------------------
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process forked from this one: it has these handlers, but not the event loop
-            signal.signal(number, self._previous[number])
-            os.kill(os.getpid(), number)
-            return
+    def _receive(self, number: int) -> None:
         if number not in self._received:
             self._received.append(number)
         # A rank that fails drains already. Of a worker, the parent may ask that all end: another rank has failed, too.
         shutdown = self.shutdown
         is_first = not shutdown.is_stopping or (worker_slot() is not None and not shutdown.is_requested)
-        if self._is_pool_worker and not shutdown.is_requested:
-            spare(shutdown.drain_seconds + _GRACE)
         shutdown.request((self._notice if number == signal.SIGTERM else "") or signal.Signals(number).name)
-        if is_first or (self._is_pool_worker and number == signal.SIGTERM):
-            pass
-        elif shutdown.seconds > SAME_EVENT:
+        if not is_first and shutdown.seconds > SAME_EVENT:
             unnoticed = shutdown.is_unnoticed
             shutdown.fast_stop()
             if unnoticed:
@@ -515,24 +360,25 @@ class Preemption:
             raise KeyboardInterrupt
 
     def _notice_came(self, notice: str) -> None:
-        """In a thread. Workers tell their parent: all its ranks must stop, and none may start again."""
+        """Requests a stop. A worker signals its parent: all its ranks must stop, and none may start again."""
         self._notice = notice
         if self.shutdown.is_requested:
             if self._received[:1] == [signal.SIGTERM]:
                 self.shutdown.cause = notice
-        elif signal.SIGTERM not in self._previous:
+        elif signal.SIGTERM not in self._handlers.usual:
             self.shutdown.request(notice)
         else:
-            # The handlers of Ray's actors, whose pools have workers, too, are not ours.
-            ours = worker_slot() is not None or (is_pool_worker() and os.environ.get("DATATROVE_EXECUTOR") == "LOCAL")
-            parent = multiprocess.parent_process() if ours else None
             logger.warning(f"This node goes away: {notice}.")
+            parent = multiprocess.parent_process()
             with suppress(ProcessLookupError):
-                os.kill(os.getpid() if parent is None else parent.pid, signal.SIGTERM)
+                if worker_slot() is None or parent is None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    os.kill(parent.pid, signal.SIGTERM)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Around slow code that may be cut off anywhere: any handled signal raises KeyboardInterrupt in it."""
+        """Lets handled signals raise KeyboardInterrupt in slow code that may be cut off anywhere."""
         self._interruptible = True
         try:
             if self.shutdown.is_requested:
@@ -543,11 +389,7 @@ class Preemption:
 
     @contextmanager
     def watched(self, save: Callable[[], None]) -> Iterator[None]:
-        """Around the event loop: if it is blocked when a stop is requested, the process saves and ends all the same.
-
-        Args:
-            save: returns when everything that was handed over is on the disk.
-        """
+        """Watches the event loop that runs in this block; see ``LoopWatch``."""
         host = host_loop()
         if host is not None:  # the loop and the process are not ours to end
             with host.saving(save):
@@ -559,9 +401,9 @@ class Preemption:
             yield
 
     def _hand_on(self) -> int:
-        """For a process whose main thread is blocked: calls the old handlers in this thread. Returns the exit code."""
+        """Calls the old handlers in this thread: the main thread is blocked. Returns the exit code."""
         for number in self._received:
-            previous = self._previous.get(number)
+            previous = self._handlers.usual.get(number)
             if callable(previous) and previous is not signal.default_int_handler:
                 with suppress(BaseException), job_id_in_environment():
                     previous(number, None)
@@ -572,10 +414,7 @@ class Preemption:
             return 128 + self._received[0]
         return 1
 
-    # on the event loop -------------------------------------------------------------------------------------------
-
     async def watch_time_limit(self) -> None:
-        """Requests a stop early enough before Slurm ends the job."""
         if self._is_one_of_many:
             return
         end = await slurm_deadline()
@@ -585,27 +424,24 @@ class Preemption:
         self.stop_for_time_limit()
 
     def check_time_limit(self) -> None:
-        """Before a rank starts anything: an earlier rank of this process may have left it no time.
-
-        Raises:
-            Preempted: the time is up.
         """
-        if not self._is_one_of_many and is_time_up(self.shutdown.drain_seconds + _MARGIN_SECONDS):
+        Raises:
+            Preempted: an earlier rank of this process has left this rank no time.
+        """
+        if not self._is_one_of_many and not has_time_for(self.shutdown.drain_seconds, 0.0):
             self.stop_for_time_limit()
             logger.warning(f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it.")
             self.shutdown.raise_preempted()
 
     def stop_before(self, end: float | None, reserve: float) -> None:
-        """Requests a stop if the job's time, as ``slurm_deadline`` says it, ends within ``reserve`` seconds."""
+        """Requests a stop if the job ends (``slurm_deadline``) within ``reserve`` seconds."""
         if end is not None and time.time() >= stop_time(end, reserve):
             self.stop_for_time_limit()
 
     def stop_for_time_limit(self) -> None:
-        """Requests a stop, as the signal does whose handler requeues the job."""
         if not self.shutdown.is_requested:
-            # The signal whose old handler requeues the job, as datatrove's Slurm executor has one. Of a worker, the
-            # parent decides what follows.
-            usual = {number: self._previous.get(number, signal.getsignal(number)) for number in _REQUEUING}
+            # As if the signal had come whose old handler requeues the job. For a worker, its parent does that.
+            usual = {number: self._handlers.usual.get(number, signal.getsignal(number)) for number in _REQUEUING}
             if worker_slot() is None:
                 self._received += [number for number, handler in usual.items() if callable(handler)][:1]
             self.shutdown.request(_TIME_LIMIT)

@@ -1,15 +1,13 @@
 """Several ranks of one process at once, over one event loop and one set of servers.
 
-The end of a rank waits for its last answer, and long answers need minutes. Meanwhile the servers would have hardly any
-requests. So the next rank starts before that:
+The end of a rank waits minutes for its last long answers, while the servers have hardly any requests. So:
 
     a rank starts    when each running rank has handed out all its documents, and the servers have free places
     requests         of the rank that started first are sent first
     a failure        drains its rank, then all other ranks. No further rank starts
     a signal         drains all ranks. The old handlers are called once all ranks have ended
 
-The loop runs in the main thread, as that of a single rank does, and what blocks runs in a thread for each rank: see
-``host_loop.py``.
+The loop runs in the main thread, and what blocks runs in a thread for each rank: see ``host_loop.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 
 from loguru import logger
 
@@ -33,11 +31,8 @@ _FAILED = "the failure of another rank"
 
 
 class Servers(Protocol):
-    """The servers that the ranks share."""
-
     @property
-    def has_room(self) -> bool:
-        """Whether they could take more requests than there are."""
+    def has_room(self) -> bool: ...
 
     async def close(self) -> None: ...
 
@@ -46,7 +41,7 @@ class RankThreads:
     """Runs ranks in threads of this process.
 
     Args:
-        at_once: how many may run at one time.
+        at_once: how many ranks may run at one time.
         preemption: of the process.
         make_servers: called on the event loop.
         run: runs one rank, in a thread.
@@ -58,7 +53,7 @@ class RankThreads:
         at_once: int,
         preemption: Preemption,
         make_servers: Callable[[], Servers],
-        run: Callable[[int], Any],
+        run: Callable[[int], object],
         tasks: Tasks,
     ) -> None:
         self._at_once = at_once
@@ -105,7 +100,7 @@ class RankThreads:
 
     @property
     def _may_leave(self) -> bool:
-        """A signal ends the process, and the ranks that are left wait for a mirror or a listing: nothing ends that."""
+        """A signal ends the process, and the ranks that are left only wait for a mirror or a listing."""
         return self._preemption.shutdown.is_requested and not any(host.is_open for host in self._hosts)
 
     @property
@@ -114,7 +109,7 @@ class RankThreads:
         return is_failing or self._preemption.shutdown.is_requested
 
     async def _next(self, running: set[asyncio.Task[None]], servers: Servers) -> int | None:
-        """Returns a rank once it may start: none is taken before that. None: no rank may start any more."""
+        """Takes a rank once it may start. Returns None if no rank may start any more."""
         looks = 0
         while running and looks < _LOOKS and not self._ends:
             await self._look(running)
@@ -133,8 +128,7 @@ class RankThreads:
         finally:
             taking.cancel()
 
-    async def _look(self, running: set[asyncio.Task[None]], *others: asyncio.Task[Any]) -> None:
-        """Waits a moment, or until one of them has ended."""
+    async def _look(self, running: set[asyncio.Task[None]], *others: asyncio.Task[int | None]) -> None:
         ended, _ = await asyncio.wait({*running, *others}, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         running -= ended
 
@@ -152,7 +146,7 @@ class RankThreads:
             self._hosts.remove(host)
 
     def _stop(self) -> None:
-        """Stops all ranks if the process stops or a rank has failed. Perhaps in a signal handler."""
+        """Stops all ranks if the process stops or a rank has failed. May run in a signal handler."""
         shutdown = self._preemption.shutdown
         cause = shutdown.cause
         if self._failure is not None:
@@ -162,7 +156,6 @@ class RankThreads:
                 host.stop(cause, shutdown.is_fast)
 
     def _save(self) -> None:
-        """Writes to the disk what all ranks have handed over. In any thread."""
         for host in list(self._hosts):
             save = host.save  # the rank's thread may set it to None
             if save is not None:

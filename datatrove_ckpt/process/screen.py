@@ -1,13 +1,10 @@
-"""What a command shows while its ranks run: one bar on a terminal, elsewhere a line in the log from time to time.
+"""Shows where the ranks of a command stand: a bar on a terminal, elsewhere a line in the log from time to time.
 
     ranks in this process      report here, and each report draws
-    ranks in our workers       report over their pipe; who waits for the pipes calls ``tick``
+    ranks in our workers       report over their pipe; the parent calls ``tick``
     elsewhere                  a rank has a screen of its own
 
-There is one screen at a time in a process. ``Reporter`` is what a rank sees of it.
-
-Each rank reports a ``RankProgress`` about once a second. Its numbers of work are those of the rank's attempt, which a
-rank that starts again begins at 0; so only what is added to them is counted.
+Each rank reports a ``RankProgress`` about once a second. The work of an attempt begins at 0, so only its growth counts.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, NamedTuple, NoReturn, Self, TextIO
 
 import multiprocess
 from loguru import logger
@@ -42,11 +39,14 @@ _MOST_CELLS = 40
 class RankProgress(NamedTuple):
     """Where one rank stands.
 
-    ``attempt``: another one for each start of a step's rank. ``documents``: finished, in all attempts. ``work``: in
-    this attempt: documents, requests that ended, completion tokens. ``share``: how much of the input is done, from 0 to
-    1; None if that is not known. ``size``: of the input, in ``unit``, "bytes" or "rows". ``state``: what the rank does
-    if it does no usual work, such as "waiting for the server", and ``seconds`` for how long, if that matters.
-    ``is_outage``: requests fail, and none is answered.
+    Attributes:
+        attempt: another number for each start.
+        documents: finished, in all attempts.
+        work: documents, requests that ended, and completion tokens of this attempt.
+        share: of the input, from 0 to 1; None if unknown.
+        size: of the input, in ``unit``, "bytes" or "rows".
+        state: in place of usual work, such as "waiting for the server", and for how many ``seconds``.
+        is_outage: requests fail, and none is answered.
     """
 
     attempt: int
@@ -61,20 +61,18 @@ class RankProgress(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """It has read something, or finished documents without a word on where it stands."""
+        """Whether it has read something, or finished documents of an input that reports no place."""
         return self.unit is not None or self.work[0] > 0
 
 
 class Rates(NamedTuple):
-    """Of the last minute, per second."""
-
     documents: float
     requests: float
     tokens: float
 
 
 class _Sample(NamedTuple):
-    """The work of this command so far. ``share``: sum of what its ranks have done of their input, each from 0 to 1."""
+    """The work of this command so far. ``share``: sum over its ranks, each from 0 to 1."""
 
     at: float
     work: list[int]
@@ -82,13 +80,12 @@ class _Sample(NamedTuple):
 
 
 class RunProgress:
-    """All ranks of one command.
+    """Where all ranks of one command stand.
 
     Args:
-        ranks: how many there are, with those that earlier commands have completed.
+        ranks: with the ranks that earlier commands have completed.
         complete: how many of them are complete.
-        documents: how many documents the complete ones have.
-        clock: like ``time.monotonic``.
+        documents: of the complete ranks.
     """
 
     def __init__(
@@ -101,17 +98,13 @@ class RunProgress:
         self._last: dict[int, RankProgress] = {}
         self._done: set[int] = set()
         self._begun: dict[int, tuple[float, float]] = {}  # when each rank was first at work, and its share then
-        self.work = [0, 0, 0]
-        """In this command: documents, requests, tokens."""
+        self.work = [0, 0, 0]  # documents, requests, tokens
         self._gained = 0.0  # shares of ranks
         self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
         self._samples = deque([_Sample(clock(), self.work, 0.0)])
         self._newest_at = clock()  # when something was finished or answered
 
-    # what ranks report -------------------------------------------------------------------------------------------
-
     def update(self, rank: int, progress: RankProgress) -> None:
-        """A rank has reported."""
         last = self._last.get(rank)
         self._last[rank] = progress
         before = (0, 0, 0)
@@ -133,13 +126,13 @@ class RunProgress:
                 self._begun[rank] = self._clock(), share
 
     def _gain(self, rank: int, share: float, before: float) -> None:
-        """A short task reports too seldom to be seen at work, so what it had ``before`` its first share counts, too."""
+        """Counts a share. A short task reports too seldom, so its share ``before`` its first report counts, too."""
         known = self._shares.get(rank, before)
         self._shares[rank] = max(known, share)
         self._gained += self._shares[rank] - known
 
     def complete(self, rank: int, documents: int = 0) -> None:
-        """A rank is complete. ``documents``: it has so many, and another process has run it, so it reports nothing."""
+        """Marks a rank as complete. ``documents``: of a rank that another process has run, and that never reports."""
         if rank not in self._last and rank not in self._done:
             self._documents_before += documents
         self._done.add(rank)
@@ -149,7 +142,6 @@ class RunProgress:
         return rank in self._done
 
     def sample(self) -> None:
-        """Notes the work so far, for the rates. Called once a second or more often."""
         now = self._clock()
         if not self._gained and not any(self.work):  # servers start: that is no rate
             self._samples[0] = self._sample(now)
@@ -162,11 +154,8 @@ class RunProgress:
     def _sample(self, now: float) -> _Sample:
         return _Sample(now, self.work, self._gained)
 
-    # what it comes to --------------------------------------------------------------------------------------------
-
     @property
     def documents(self) -> int:
-        """Finished, in all attempts of the ranks that have reported."""
         return self._documents_before + sum(progress.documents for progress in self._last.values())
 
     @property
@@ -175,9 +164,9 @@ class RunProgress:
 
     @property
     def share(self) -> float | None:
-        """Of the whole input, from 0 to 1. None if a rank does not know its own.
+        """Share of the whole input, from 0 to 1. None if a rank does not know its own share.
 
-        A rank that has not begun is taken to be as large as the average of the others.
+        A rank that has not begun counts as large as the average of the others.
         """
         begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
         complete = self._complete_elsewhere
@@ -199,18 +188,16 @@ class RunProgress:
 
     @property
     def is_estimated(self) -> bool:
-        """The size of some ranks' inputs is not known yet."""
+        """Whether the size of some ranks' inputs is still unknown."""
         begun = sum(progress.has_begun or rank in self._done for rank, progress in self._last.items())
         return begun < self.ranks - self._complete_elsewhere
 
     @property
     def _complete_elsewhere(self) -> int:
-        """Ranks that earlier commands or other processes have completed."""
         return self._complete + len(self._done - self._last.keys())
 
     @property
     def rates(self) -> Rates:
-        """Of the last minute."""
         now = self._sample(self._clock())
         first = self._since(now.at - _RATE_SECONDS)
         seconds = max(now.at - first.at, 1e-9)
@@ -218,9 +205,9 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the rate of the last ten minutes, and at least what the slowest rank needs.
+        """Seconds left at the rate of the last ten minutes, and at least what the slowest rank needs.
 
-        None if it is not known, in an outage, and once nothing has been answered for longer than that.
+        None if unknown, in an outage, and once nothing has been answered for longer than that.
         """
         share = self.share
         now = self._clock()
@@ -238,7 +225,6 @@ class RunProgress:
         return None
 
     def _since(self, at: float) -> _Sample:
-        """The first sample at this time or later; the last one if there is none."""
         return next((sample for sample in self._samples if sample.at >= at), self._samples[-1])
 
     @property
@@ -251,7 +237,7 @@ class RunProgress:
 
     @property
     def state(self) -> str:
-        """An outage of a server; else what the ranks at work do, if it is the same for all, and no usual work."""
+        """Names an outage of a server, else the state of the ranks at work if all have the same."""
         if not self._last:
             return "starting"
         outages = self._outages
@@ -270,7 +256,7 @@ class RunProgress:
 
     @property
     def head(self) -> str:
-        """How much of the input is done; "" if that is not known."""
+        """Percentage of the input; "" if unknown."""
         share = self.share
         if share is None:
             return ""
@@ -279,7 +265,7 @@ class RunProgress:
         return percent(share)
 
     def parts(self) -> list[tuple[int, str]]:
-        """What there is to say besides, each with how soon a narrow terminal leaves it out."""
+        """Returns the other texts, each with its weight: a narrow terminal leaves out high ones first."""
         rates = self.rates
         left = self.seconds_left
         parts = [(0, plural(self.documents, "doc"))]
@@ -295,7 +281,6 @@ class RunProgress:
         return parts
 
     def line(self) -> str:
-        """The text of a line in the log."""
         texts = [text for _, text in self.parts()]
         if self.head:
             texts.insert(0, f"{self.head} of the input")
@@ -303,7 +288,6 @@ class RunProgress:
 
 
 def bar(progress: RunProgress, columns: int) -> str:
-    """The text of the bar, shorter than ``columns``. What matters least is left out first."""
     parts = progress.parts()
     head = progress.head
     share = progress.share
@@ -326,7 +310,6 @@ _FALLBACK_COLUMNS = 80
 
 
 def has_terminal() -> bool:
-    """Whether errors go to a terminal that can clear a line."""
     try:
         return sys.stderr.isatty() and sys.stderr.fileno() >= 0 and os.environ.get("TERM", "dumb") != "dumb"
     except (AttributeError, OSError, ValueError):  # no stream, a closed one, or one without a file
@@ -334,24 +317,21 @@ def has_terminal() -> bool:
 
 
 class BarTerminal:
-    """The last line of a terminal as a bar, and everything else that is printed above it.
+    """Draws a bar on the last line of a terminal, below everything that is printed in a ``with`` block.
 
-    The bar is drawn with the cursor left at its first column. Who prints a line first clears the bar's, in the same
-    write:
+    The cursor stays at the first column of the bar. A printed line clears the bar in the same write:
 
         this process      its streams are replaced: each whole line clears the bar and draws it again below
         its workers       their streams only clear it; this process draws it again a moment later
-        the terminal      writes ^C over the first two columns of the bar, and glues it to nothing
-        others            overwrite the bar; what is left of it goes with the next drawing
+        the terminal      writes ^C over the first two columns of the bar
+        others            overwrite the bar; the next drawing clears the rest
 
     So no process waits for another one, nothing is lost if one is killed, and the terminal needs no restoring. A
     thread, or a scroll region as apt has, would have to be ended in order. tqdm writes the text and the bar one after
     the other, so that lines of two processes mix, and its lock is held in forks.
 
-    ``with BarTerminal() as terminal:`` around what prints. Errors must go to a terminal, see ``has_terminal``.
-
     Args:
-        text: makes the bar from the number of columns. None: another process draws it, and here it is only cleared.
+        text: makes the bar from the number of columns. None: another process draws it.
     """
 
     def __init__(self, text: Callable[[int], str] | None = None) -> None:
@@ -399,7 +379,6 @@ class BarTerminal:
             self._put(f"{_CLEAR}{self._bar}\r")
 
     def print(self, text: str) -> None:
-        """Prints text above the bar."""
         with self._lock:
             shown = text
             if (self._bar or self._text is None) and not self._is_partial:
@@ -414,23 +393,19 @@ class BarTerminal:
             _write_all(self._fd, text)
 
     def remove(self) -> None:
-        """Clears the bar in any thread. It waits for no lock, so that the process can end."""
+        """Clears the bar. Waits for no lock, so that the process can end."""
         if self._bar and not self._is_partial:
             self._put(_CLEAR)
 
     def forget(self) -> None:
-        """In a fork: the bar is its parent's, whose threads may hold the lock."""
+        """Leaves the bar to the parent of a fork, whose threads may hold the lock."""
         self._lock = threading.RLock()
         self._text = None
         self._bar = ""
 
 
 class Above:
-    """A stream whose lines go above a bar. Everything but ``write`` and ``flush`` is the stream's own.
-
-    Attributes:
-        stream: what it replaces.
-    """
+    """A stream whose lines go above a bar."""
 
     def __init__(self, stream: TextIO, terminal: BarTerminal) -> None:
         self.stream = stream
@@ -438,7 +413,7 @@ class Above:
         self._pending = ""
 
     def write(self, text: str) -> int:
-        """Prints whole lines; the rest waits for its end, or for ``flush``."""
+        """Prints whole lines; the rest waits for ``flush``."""
         if not self._terminal._is_open:
             return self.stream.write(text)
         lines, line_break, self._pending = (self._pending + text).rpartition("\n")
@@ -465,12 +440,19 @@ _opened: list[BarTerminal] = []
 
 
 def leave_terminal() -> None:
-    """Before this process ends by force: what was printed is shown, and a shell would write its prompt over a bar."""
+    """Clears bars and flushes the streams, before this process ends by force."""
     for terminal in _opened:
         terminal.remove()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
+
+
+def exit_now(code: int) -> NoReturn:
+    try:
+        leave_terminal()
+    finally:
+        os._exit(code)
 
 
 def _after_fork() -> None:
@@ -488,9 +470,9 @@ def _is_same_terminal(stream: TextIO, fd: int) -> bool:
 
 
 def _move_logging(old: object, new: object) -> None:
-    """Lets loguru's handlers for a stream write to another one. Added again, they would lose their settings.
+    """Lets loguru's handlers for a stream write to another one, so that log lines are printed above the bar.
 
-    loguru has no public way to list its handlers. Without this, log lines are printed over the bar.
+    loguru has no public way to list its handlers. Added again, they would lose their settings.
     """
     for handler in getattr(getattr(logger, "_core", None), "handlers", {}).values():
         sink: Any = getattr(handler, "_sink", None)
@@ -503,34 +485,26 @@ def _write_all(fd: int, text: str) -> None:
     while data:
         try:
             data = data[os.write(fd, data) :]
-        except BlockingIOError:  # somebody has made the terminal non-blocking
+        except BlockingIOError:  # another process has made the terminal non-blocking
             select.select([], [fd], [])
 
 
 # the screen -----------------------------------------------------------------------------------------------------------
 
 TICK_SECONDS = 0.5
-"""How often a bar is drawn."""
+"""Between two drawings of a bar."""
 _FIRST_LINE_SECONDS = 10.0
 
 Report = Callable[[int, RankProgress], object]
-"""Takes a rank and where it stands."""
 
 _report: Report | None = None
 
 
 @dataclass(eq=False)
 class Screen:
-    """``with Screen(progress, interval) as screen:`` around the ranks of a command.
+    """Shows progress while the ranks of a command run in a ``with`` block.
 
-    Without a terminal it logs lines: the first one after 10 seconds, then one each interval. Outside of a ``with``
-    block it does nothing else.
-
-    Args:
-        progress: what is shown.
-        interval: seconds between two lines in the log.
-        clock: like ``time.monotonic``.
-        log: how a line is logged.
+    Without a terminal, or outside of the block, it logs lines: the first after 10 seconds, then one each ``interval``.
     """
 
     progress: RunProgress
@@ -566,19 +540,17 @@ class Screen:
             self._terminal = None
 
     def update(self, rank: int, progress: RankProgress) -> None:
-        """A rank has reported."""
         self.progress.update(rank, progress)
         self.tick()
 
     def complete(self, rank: int) -> None:
-        """A rank is complete."""
         self.progress.complete(rank)
         if self._terminal is not None:
             self._next = 0.0
         self.tick()
 
     def tick(self) -> None:
-        """Draws the bar, or logs a line, if it is time for that. To be called about every ``TICK_SECONDS``."""
+        """Draws the bar, or logs a line, if it is time. Call it about every ``TICK_SECONDS``."""
         self.progress.sample()
         now = self.clock()
         if now < self._next:
@@ -592,16 +564,16 @@ class Screen:
 
 
 def reporter() -> Report | None:
-    """Where a rank of this process reports; None: it needs a screen of its own."""
+    """Returns where a rank of this process reports; None: it needs a screen of its own."""
     return _report
 
 
 @contextmanager
 def reporting_to(report: Report, below: bool) -> Iterator[None]:
-    """In a worker: its ranks report there.
+    """Lets the ranks of a worker report to its parent.
 
     Args:
-        below: the process there draws a bar on the terminal of this one.
+        below: the parent draws a bar on the terminal of this process.
     """
     global _report
     before = _report

@@ -1,14 +1,12 @@
-"""Shutdown: the one place that knows whether a rank ends early, and how quickly. Whoever waits, waits on it.
+"""Shutdown: whether a rank ends early, and how quickly. All code that waits, waits on it.
 
     ``is_requested``   a signal or the like asked for a stop
     ``is_stopping``    it did, or the rank fails: nothing new starts, and requests in flight have until ``deadline``
     ``is_fast``        a second signal came: nothing is waited for
     ``aborted``        what is in work is cut off, and not recorded: the drain is over, or nothing can be saved
 
-Signal handlers drive it (``preemption.py``). ``generation/scheduler.py`` has the order of a stop.
-
-``request`` and ``fast_stop`` are called in signal handlers, which may have interrupted anybody: nothing here takes a
-lock or logs, and no callback may.
+``preemption.py`` drives it. ``generation/scheduler.py`` has the order of a stop. ``request`` and ``fast_stop`` are
+called in signal handlers, which may have interrupted any code: nothing here takes a lock or logs, and no callback may.
 """
 
 from __future__ import annotations
@@ -52,22 +50,20 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
 
 
 class Shutdown:
-    """One rank's.
+    """Says whether one rank stops.
 
     Args:
-        drain_seconds: how many seconds requests in flight may take once a stop is requested.
+        drain_seconds: how long requests in flight may take once a stop is requested.
 
     Attributes:
         cause: what requested the stop, a signal's name or the time limit; "" if nothing has.
-        failure: what the rank fails with; None: nothing so far.
+        failure: what the rank fails with.
         hurried_by: what ends the drain at once, in words.
         deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
-        is_fast: a second signal came.
-        aborted: what is in work is cut off.
         parent: of the process, if several ranks share it.
         late: the drain did not end in time, so servers are killed.
         given_up: how many requests were in flight when the drain ended.
-        open_closings: how many ``closing`` blocks are open: servers end, or the checkpoint is closed.
+        open_closings: how many ``closing`` blocks are open.
         closed_at: when the last ``closing`` block ended (``time.monotonic``); 0 if none has.
         handles_interrupt: SIGINT requests a stop, so Python's own handler raises no KeyboardInterrupt.
     """
@@ -94,14 +90,14 @@ class Shutdown:
     # what drives it ----------------------------------------------------------------------------------------------
 
     def request(self, cause: str) -> None:
-        """The rank stops early. A second request changes nothing."""
+        """Stops the rank early. A second request changes nothing."""
         if not self.cause:
             self._begin()
             self.cause = cause
             self._changed()
 
     def fail(self, failure: BaseException) -> None:
-        """The rank drains, and ends with this failure. The first failure counts. On the event loop."""
+        """Lets the rank drain, and end with its first failure. On the event loop."""
         if self.failure is None and not self.aborted:
             self._begin()
             self.failure = failure
@@ -114,13 +110,12 @@ class Shutdown:
             self._began_at = began
 
     def fast_stop(self) -> None:
-        """Nothing is waited for any more."""
         self.is_fast = True
         self.deadline = min(self.deadline, time.monotonic())
         self._changed()
 
     def abort(self, failure: BaseException | None = None) -> None:
-        """Nothing that is in work is recorded from now on. The first failure counts. On the event loop."""
+        """Lets nothing be recorded that is in work. The first failure counts. On the event loop."""
         if self.aborted and (failure is None or self.failure is not None):
             return  # each document that is cut off calls this
         self.aborted = True
@@ -131,12 +126,10 @@ class Shutdown:
 
     @property
     def is_requested(self) -> bool:
-        """Somebody asked for a stop."""
         return self.cause != ""
 
     @property
     def is_stopping(self) -> bool:
-        """No new document or request may start."""
         return self._began_at > 0
 
     @property
@@ -146,12 +139,11 @@ class Shutdown:
 
     @property
     def seconds(self) -> float:
-        """Since the stop began."""
         return time.monotonic() - self._began_at
 
     @property
     def is_unnoticed(self) -> bool:
-        """The event loop waits for a stop and does not see the one that was requested: something blocks it."""
+        """Something blocks the event loop: it waits for a stop, and does not see the requested one."""
         return self._unnoticed and self.cause != ""
 
     @property
@@ -159,25 +151,23 @@ class Shutdown:
         return f"Stopped by {self.cause}. Run the same command again to resume."
 
     def raise_preempted(self) -> NoReturn:
-        """Raises Preempted."""
         raise Preempted(self.message)
 
     def check(self) -> None:
-        """For a moment when nothing has started that needs a drain.
-
+        """
         Raises:
-            Preempted: a stop is requested.
+            Preempted: a stop is requested. Call it while nothing runs that needs a drain.
         """
         if self.cause:
             self.raise_preempted()
 
     def raised(self, error: BaseException) -> bool:
-        """Whether a signal may have raised this error: otherwise somebody's code raised it itself."""
+        """Whether a signal may have raised this error; otherwise the user's code raised it itself."""
         return isinstance(error, KeyboardInterrupt) and (self.cause != "" or not self.handles_interrupt)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Around work that a stop must wait for and that limits its time itself. Only on the event loop."""
+        """Marks work that a stop must wait for, and that limits its time itself. Only on the event loop."""
         self.open_closings += 1
         try:
             with nullcontext() if self.parent is None else self.parent.closing():
@@ -190,7 +180,7 @@ class Shutdown:
 
     @contextmanager
     def calling(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Calls this after each change, perhaps in a signal handler."""
+        """Calls ``callback`` after each change in this block, perhaps in a signal handler."""
         key = object()
         self._callbacks[key] = callback
         try:
@@ -199,7 +189,7 @@ class Shutdown:
             del self._callbacks[key]
 
     def call(self, callback: Callable[[], object]) -> None:
-        """The same without an end."""
+        """Calls ``callback`` after each change for the rest of the run."""
         self._callbacks[object()] = callback
 
     def _changed(self) -> None:
@@ -208,34 +198,28 @@ class Shutdown:
 
     async def requested(self) -> None:
         """Returns once the rank is to stop."""
-        loop = asyncio.get_running_loop()
-        noticed = asyncio.Event()
-
-        def notice() -> None:
-            if self.is_stopping:
-                self._unnoticed = False
-                noticed.set()
-
         self._unnoticed = True
         try:
-            with self.calling(lambda: call_soon(loop, notice)):
-                notice()
-                await noticed.wait()
+            await self._until(lambda: self.is_stopping)
         finally:
             self._unnoticed = False
 
     async def failed(self) -> NoReturn:
-        """Raises the failure of the rank, once there is one and its drain is over."""
-        loop = asyncio.get_running_loop()
-        failed = asyncio.Event()
-        with self.calling(lambda: call_soon(loop, failed.set)):
-            while self.failure is None or not self.aborted:
-                failed.clear()
-                await failed.wait()
+        """Raises the failure of the rank, once its drain is over."""
+        await self._until(lambda: self.failure is not None and self.aborted)
+        assert self.failure is not None
         raise self.failure
 
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        with self.calling(lambda: call_soon(loop, changed.set)):
+            while not condition():
+                changed.clear()
+                await changed.wait()
+
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
-        """Awaits ``awaitable`` until the deadline. True if it finished, False if the time was too short."""
+        """Awaits ``awaitable`` until the deadline. Returns whether it finished."""
         loop = asyncio.get_running_loop()
         waits = True
 
@@ -255,12 +239,11 @@ class Shutdown:
         return True
 
     def join(self, ended: queue.SimpleQueue[bool], running: float | None, draining: float) -> bool:
-        """Waits in any thread but the event loop's until another thread puts True into ``ended``. Whether it has.
+        """Waits until another thread puts True into ``ended``. Returns whether it has. Not on the event loop.
 
         Args:
             running: seconds to wait if no stop is requested; None: without a limit.
-            draining: seconds to wait from now, or from a stop that is requested meanwhile. After a fast stop there is
-                no wait.
+            draining: seconds to wait from now, or from a stop that is requested meanwhile; 0 after a fast stop.
         """
         started = time.monotonic()
         with self.calling(lambda: ended.put(False)):
@@ -281,16 +264,14 @@ class Shutdown:
 
 
 def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
-    """The next item. For queues that one thread reads. ``seconds`` None: without a limit.
-
-    ``SimpleQueue.get`` with a timeout, without a fault of CPython (seen in 3.11).
+    """``SimpleQueue.get`` for a queue that one thread reads, without a fault of CPython (seen in 3.11).
 
     Raises:
-        queue.Empty: there was none within that time.
+        queue.Empty: nothing came within that time.
     """
     # The queue's lock may be free although the queue is empty. Then ``get`` takes it, computes how much of its time is
-    # left before it waits, and waits for good if that is negative: a thread that had to wait for a processor just then.
-    # After a look that found nothing, the lock is taken.
+    # left, and waits forever if that is negative, because the thread had to wait for a processor. ``get_nowait`` leaves
+    # the lock of an empty queue taken.
     try:
         return items.get_nowait()
     except queue.Empty:

@@ -2,11 +2,8 @@
 
 Preemption with a grace time sends SIGTERM to the step alone, and requeues the job when that time is over. A step that
 ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed job: the task must request it. But not
-after every SIGTERM: after ``scancel``, the request would restart a cancelled job. The job's record tells the two apart:
-only a job that is being preempted has a PreemptTime and is still running.
-
-With ``tasks_per_job``, one process runs several ranks in turn. They share the job's time limit, and a signal may come
-while no rank runs.
+after ``scancel``, whose job the request would restart: only a job that is being preempted has a PreemptTime and still
+runs.
 """
 
 from __future__ import annotations
@@ -14,18 +11,14 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from types import FrameType
-from typing import Any
 
 from loguru import logger
 
-from datatrove_ckpt.process import pool_signals
 from datatrove_ckpt.process.job_launch import END
 
 _SCONTROL_TIMEOUT = 10.0  # seconds
@@ -36,16 +29,19 @@ _first_asked: dict[float, float] = {}
 
 
 def job_id() -> str | None:
-    """The name of this job for Slurm's commands, "17_3" in an array. None outside of Slurm.
+    """Returns the name of this job for Slurm's commands, "17_3" in an array. None outside of Slurm.
 
-    SLURM_JOB_ID is not used in an array: the last task of array 17 has SLURM_JOB_ID=17, and to Slurm's commands 17
-    means the whole array.
+    The last task of array 17 has SLURM_JOB_ID=17, which means the whole array to Slurm's commands.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
         return f"{array}_{task}"
     return os.environ.get("SLURM_JOB_ID")
+
+
+def in_slurm_task() -> bool:
+    return job_id() is not None and os.environ.get("DATATROVE_EXECUTOR") == "SLURM"
 
 
 @contextmanager
@@ -64,7 +60,6 @@ def job_id_in_environment() -> Iterator[None]:
 
 
 def requeue_if_preempted() -> None:
-    """Requeues this job if Slurm is preempting it."""
     job = job_id()
     if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task of the step is enough
         return
@@ -86,60 +81,21 @@ def _scontrol(*arguments: str) -> str:
     return done.stdout
 
 
-# Several ranks in turn ------------------------------------------------------------------------------------------------
-
-
-class _BetweenRanks:
-    """Signal handler while no rank runs: requeues this array task, and only this one, and then does what is usual.
-
-    datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array, and SIGTERM has no handler: the job
-    of a task that is being preempted would count as failed.
-    """
-
-    def __init__(self, usual: Callable[[int, FrameType | None], object] | int) -> None:
-        self.usual = usual
-        self._pid = os.getpid()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, self.usual)
-        if self.usual is signal.SIG_DFL and os.getpid() == self._pid:  # not in a process that was forked from this one
-            requeue_if_preempted()
-        with job_id_in_environment():
-            signal.raise_signal(number)
-
-
-def handle_between_ranks(numbers: Iterable[int]) -> None:
-    """Call it in the main thread when a rank has ended. Does nothing but in a task of datatrove's Slurm executor."""
-    if job_id() is None or os.environ.get("DATATROVE_EXECUTOR") != "SLURM":
-        return
-    for number in numbers:
-        usual = signal.getsignal(number)
-        if usual is signal.SIG_DFL or (callable(usual) and usual is not signal.default_int_handler):
-            signal.signal(number, _BetweenRanks(usual))
-
-
-def usual_handler(handler: Any) -> Any:
-    """The handler without what ``handle_between_ranks`` or ``drain_pools`` added."""
-    if isinstance(handler, _BetweenRanks):
-        return handler.usual
-    return pool_signals.usual_handler(handler)
-
-
 # The time limit -------------------------------------------------------------------------------------------------------
 
 
 def stop_time(end: float, reserve: float) -> float:
-    """When ranks must stop in a job that ends at ``end``, with ``reserve`` seconds for it. Since the epoch.
+    """Returns when ranks must stop in a job that ends at ``end``, both in seconds since the epoch.
 
-    At least half of a short time is for work. Else such a job would be requeued again and again without progress. It is
-    half of the time since this process's first rank: a later rank must not start a server seconds before the end.
+    At least half of the time since this process's first rank is for work, however short it is. Else such a job would be
+    requeued again and again without progress.
     """
     start = _first_asked.setdefault(end, time.time())
     return end - min(reserve, (end - start) / 2)
 
 
 def is_time_up(reserve: float) -> bool:
-    """Whether a rank that starts now must stop at once. False for the first rank of a process. Does not ask Slurm."""
+    """Whether a rank that starts now must stop at once. False for the first rank of a process. Calls no command."""
     end = _known_end()
     if end is None and _first_asked and job_id() is not None:
         end = list(_first_asked)[-1]
@@ -153,7 +109,7 @@ def _known_end() -> float | None:
 
 
 async def slurm_deadline() -> float | None:
-    """When Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if Slurm does not say."""
+    """Returns when Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if that is unknown."""
     if (end := _known_end()) is not None:
         return end
     job = job_id()

@@ -1,8 +1,8 @@
-"""What each log line is before a sink gets it: without secrets, without control characters, and one entry.
+"""Makes each log line one entry without secrets and control characters, before a sink gets it.
 
-datatrove replaces loguru's sinks for every task; only a patcher survives that. Ours stays as long as the process.
-A traceback becomes a part of the message, because loguru's own shows the values of variables, API keys included.
-The record in which datatrove says that a task has failed gets our error as its message; an interruption is no error.
+datatrove replaces loguru's sinks for every task; only a patcher survives that. A traceback becomes a part of the
+message, because loguru's own shows the values of variables, API keys included. datatrove's record of a task's failure
+gets our error as its message; an interruption is no error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from datatrove_ckpt.errors import CkptError, Preempted, causes
 
 _DATATROVE = "datatrove.executor"
 _ROUTINE = (
-    *(_DATATROVE, "datatrove.utils", "datatrove.pipeline.readers"),
-    *("datatrove_ckpt.generation", "datatrove_ckpt.mirror", "datatrove_ckpt.readers"),
+    _DATATROVE,
+    "datatrove.utils",
+    "datatrove.pipeline.readers",
+    "datatrove_ckpt.generation",
+    "datatrove_ckpt.mirror",
+    "datatrove_ckpt.readers",
 )
 _WARNING = logger.level("WARNING").no
 _said_later = False
@@ -31,7 +35,7 @@ _of_many = False
 
 
 def safe_log() -> None:
-    """From now on, in this process. A patcher of the user comes first; loguru has no public way to read it."""
+    """Installs the patcher. The user's patcher runs first; loguru has no public way to read it."""
     theirs = getattr(getattr(logger, "_core", None), "patcher", None)
     if not (isinstance(theirs, partial) and theirs.func is _patch):
         logger.configure(patcher=partial(_patch, theirs))
@@ -43,7 +47,7 @@ class QuietErrors:
     On a cluster nothing catches the error that ends a task, so Python's own printing is suppressed, too.
 
     Args:
-        said_later: the command itself will print the message at its end, so the log only names the error.
+        said_later: see ``say_errors_later``.
     """
 
     def __init__(self, said_later: bool = False) -> None:
@@ -66,7 +70,6 @@ def _say_nothing_twice(kind: type[BaseException], error: BaseException, trace: T
 
 @contextmanager
 def log_disabled(*packages: str) -> Iterator[None]:
-    """Disables the log of packages, whose lines are about a copy, or one for each file."""
     for name in packages:
         logger.disable(name)
     try:
@@ -77,14 +80,14 @@ def log_disabled(*packages: str) -> Iterator[None]:
 
 
 def say_errors_later(yes: bool) -> None:
-    """Whether the command prints the message of a task's error at its end, so that the log only names the error."""
+    """Sets whether the command prints the message of a task's error at its end; then the log only names the error."""
     global _said_later
     _said_later = yes
 
 
 @contextmanager
 def task_of_many(yes: bool) -> Iterator[None]:
-    """In a task that is one of many: what each of them says is only in its log file; the terminal shows warnings."""
+    """Logs routine lines of one of many tasks only in its log file; the terminal shows warnings."""
     global _of_many
     safe_log()
     before = _of_many
@@ -124,5 +127,5 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
 
 
 def own_error(error: BaseException | None) -> CkptError | None:
-    """The error of this package that was raised or that caused ``error``; None if there is none."""
+    """Returns the error of this package that was raised or that caused ``error``."""
     return next((found for found in causes(error) if isinstance(found, CkptError)), None)

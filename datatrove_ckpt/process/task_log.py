@@ -1,9 +1,8 @@
 """The log files of tasks: datatrove's, with two differences.
 
-A task appends to its log. datatrove would truncate that of a living rank that is started a second time.
-
-Ranks that run at once in this process have a log each: datatrove would remove the others' logs. A line of a thread that
-belongs to no rank goes to all of these logs.
+A task appends to its log: datatrove would truncate the log of a living rank that is started a second time. Ranks that
+run at once in this process have a log each: datatrove would remove the others' logs. A line of a thread that belongs to
+no rank goes to all of these logs.
 
 Imported with ``InferenceRunner``, and so by every process that unpickles an executor with such a step.
 """
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import TextIO
 
 from datatrove.executor import base
 from datatrove.io import DataFolder
@@ -29,10 +28,10 @@ _LINE = (
     "{time:YYYY-MM-DD HH:mm:ss.SSS} | <level>{level: <8}</level> | {name}:{function}:{line} - <level>{message}</level>"
 )
 _sinks: dict[int, int] = {}
-"""By the ids of log files: the sinks of ranks that run at once."""
+"""The sinks of ranks that run at once, by the ids of their log files."""
 
 
-def _is_of(rank: int) -> Callable[[Any], bool]:
+def _is_of(rank: int) -> Callable[[object], bool]:
     return lambda record: rank_of_many() in (rank, None)
 
 
@@ -59,8 +58,7 @@ def _close(file: TextIO) -> None:
     file.close()
 
 
-def _line_of_many(record: Any) -> str:
-    """The format of a line on the terminal, which names the task that logs it."""
+def _line_of_many(record: object) -> str:
     rank = rank_of_many()
     task = "" if rank is None else f"task {rank}: "
     return _LINE.replace("<level>{message}", f"{task}<level>{{message}}") + "\n{exception}"
@@ -68,9 +66,7 @@ def _line_of_many(record: Any) -> str:
 
 @contextmanager
 def log_of_many(slot: int) -> Iterator[None]:
-    """In this block the terminal shows of several ranks what datatrove shows of one: of other slots than 0, errors.
-    Each line names its task.
-    """
+    """Lets the terminal show of several ranks what datatrove shows of one, each line with its task."""
     logger.remove()
     logger.add(sys.stderr, level="INFO" if slot == 0 else "ERROR", format=_line_of_many)
     try:

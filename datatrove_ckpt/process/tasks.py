@@ -1,4 +1,4 @@
-"""Where a process gets its tasks, and where it says how they have ended."""
+"""Where a process gets its tasks, and reports their ends."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from typing import Any, Protocol
 
 
 class Tasks(Protocol):
-    """The tasks of one process, which gets each of them when it is about to start it."""
-
     def next(self) -> int | None:
-        """Waits for a task. None: this process gets no more."""
+        """Waits for a task. Returns None if this process gets no more."""
 
     async def wait_for_next(self) -> int | None:
         """``next`` on an event loop. It may be cancelled."""
 
-    def done(self, task: int, value: Any) -> None:
-        """A task has ended well, with this result."""
+    def done(self, task: int, value: object) -> None:
+        """Reports the result of a task."""
 
     def failed(self, task: int | None, error: BaseException) -> None:
-        """A task has failed, or what runs them all. The error is raised afterwards, once all tasks have ended."""
+        """Reports the failure of a task, or of what runs them all. The error is raised once all tasks have ended."""
 
 
 class TaskList:
-    """Tasks that come from an iterator, which may take a while to find each.
+    """Tasks from an iterator, which may block.
 
     Args:
-        done: gets each task that has ended well, with its result. None is no result: another process has the task.
+        done: called with each task and its result, unless that is None: another process has the task.
     """
 
     def __init__(self, tasks: Iterable[int], done: Callable[[int, Any], None]) -> None:
@@ -48,8 +46,7 @@ class TaskList:
         pass
 
 
-def in_turn(run: Callable[[int], Any], tasks: Tasks) -> None:
-    """Runs one task after the other, in this thread."""
+def in_turn(run: Callable[[int], object], tasks: Tasks) -> None:
     for task in iter(tasks.next, None):
         try:
             result = run(task)

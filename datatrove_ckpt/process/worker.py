@@ -1,4 +1,4 @@
-"""What runs in a worker process of ``workers.py``, which has the table of what both say to each other."""
+"""Runs in a worker process. ``workers.py`` has the table of the messages."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import fsspec.asyn
+from multiprocess.connection import Connection
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.pool_signals import die_with_parent
+from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import RankProgress, reporting_to
+from datatrove_ckpt.process.signals import Handlers
 from datatrove_ckpt.process.tasks import Tasks
 
 READY = "ready"
-CLOSED = "closed"  # nothing of the tasks is left, only the interpreter's own end
+CLOSED = "closed"  # only the interpreter's own end is left
 
 _slot: int | None = None
 
 
 Work = Callable[[int, Tasks], object]
-"""What a worker does. Called with its slot and its tasks; pickled into it."""
+"""Is pickled into a worker, and called with its slot and its tasks."""
 
 
 class Outcome(NamedTuple):
     """How a task ended in a worker.
 
     Attributes:
-        task: None: the worker ends, and with it all its tasks that are not done.
-        end: "stopped" is the end that a signal asked for. Then and after "failed" the worker ends.
+        task: None: all tasks of the worker that are not done.
+        end: "stopped" by a signal. Then and after "failed" the worker ends.
         value: the task's result, the error, or the number of the signal.
     """
 
@@ -48,23 +49,17 @@ class Outcome(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """Where a rank of a worker stands."""
-
     rank: int
     progress: RankProgress
 
 
 def worker_slot() -> int | None:
-    """The number of this worker among those that work at the same time, from 0; None if this process is none.
-
-    The signal handlers of a worker are our own.
-    """
+    """Returns the number of this worker among its parent's workers, from 0; None in another process."""
     return _slot
 
 
 def work(
-    connection: Any,
-    parent: int,
+    connection: Connection,
     environment: HiddenDict,
     numbers: Sequence[int],
     run: Work,
@@ -75,10 +70,8 @@ def work(
 
     Args:
         connection: to the parent.
-        parent: process id.
-        environment: the parent's, now. A fork server has that of its own start.
-        numbers: signals that ask for a stop. They are blocked when this is called, but not in a process of the fork
-            server; one that came there before has ended the process, without a word.
+        environment: the parent's, now. A fork server has the one of its own start.
+        numbers: signals that ask for a stop. A process of the fork server does not block them yet.
         below_bar: the parent shows a bar on the terminal that both have.
     """
     global _slot
@@ -90,29 +83,25 @@ def work(
         os.environ.clear()
         os.environ.update(environment)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with tostop would stop what it logs
-    die_with_parent(parent)
+    die_with_parent()
     # While signals are blocked: Python reports a loop that one interrupted in its making with a traceback of its own.
     fsspec.asyn.get_loop()
-    worker = _Worker(connection, numbers)
+    worker = _Worker(connection)
+    Handlers(worker.receive).install(numbers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     with reporting_to(worker.report, below_bar), gc_tuned():
         worker.serve(run, slot)
 
 
 class _Worker:
-    """The tasks that the parent sends."""
-
-    def __init__(self, connection: Any, numbers: Sequence[int]) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._at_work: set[int] = set()
         self._has_failed = False  # as the parent knows
         self._stop_signal: int | None = None
         self._pid = os.getpid()
-        for number in numbers:
-            signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def serve(self, run: Work, slot: int) -> None:
-        """Returns when the parent has no more tasks or is gone, a task has failed, or a signal came."""
         try:
             run(slot, self)
         except BaseException as error:
@@ -149,7 +138,7 @@ class _Worker:
             return None
         return task
 
-    def done(self, task: int, value: Any) -> None:
+    def done(self, task: int, value: object) -> None:
         end_fork(self._pid)
         self._at_work.discard(task)
         self._send(Outcome(task, "done", value))
@@ -169,16 +158,12 @@ class _Worker:
             self._connection.send(message)
 
     def report(self, rank: int, progress: RankProgress) -> None:
-        """Tells the parent where a rank stands, unless that would wait: the parent may be busy."""
+        """Sends where a rank stands, unless that would wait: the parent may be busy."""
         with suppress(OSError):  # the parent is gone
             if select.select([], [self._connection.fileno()], [], 0)[1]:
                 self._connection.send(Reported(rank, progress))
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # something that a task forked
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
+    def receive(self, number: int) -> None:
         self._stop_signal = number
         if self._at_work:
             self._at_work.clear()  # only once
@@ -186,7 +171,6 @@ class _Worker:
 
 
 def _sendable(error: BaseException, number: int | None) -> Exception:
-    """The error as it reaches the parent, with this process's traceback as a note."""
     task = "its tasks" if number is None else f"task {number}"
     if not isinstance(error, Exception):
         if isinstance(error, SystemExit):

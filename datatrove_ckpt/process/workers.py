@@ -1,4 +1,4 @@
-"""Worker processes that we start and own. Each takes its tasks over a pipe, one after another.
+"""Worker processes that we start and own. Each takes its tasks over a pipe.
 
     this process                                         a worker
     starts it, with signals blocked               ->     sets its handlers, unblocks, leaves the process group
@@ -10,14 +10,12 @@
     sends None                                    ->     ends
 
 A worker that is ready gets None if there are no more tasks. If it still works on some, it gets no answer before they
-are done, because another worker may die and leave a task. Nobody knows which of several tasks has killed a worker, so
-each of them is then tried alone.
+are done, because another worker may die and leave a task. If a worker dies with several tasks, each of them is tried
+alone: any of them may have killed it.
 
-This process waits on pipes and processes, so a worker that is killed is noticed at once, whatever it was doing: no lock
-and no queue is shared. A worker watches this process in turn, and kills itself when this process is gone, however it
-ended. Only this process gets the signals of a terminal, and passes them on: so one Ctrl-C is one request to stop.
-
-datatrove's own executor uses a pool. CPython's pool waits without end for the task of a worker that was killed.
+No lock and no queue is shared, and this process waits on pipes and processes. So it notices a killed worker at once,
+while CPython's pool, which datatrove's own executor uses, waits without end for its task. A worker kills itself when
+this process is gone. Only this process gets the signals of a terminal: one Ctrl-C is one request to stop.
 """
 
 from __future__ import annotations
@@ -26,56 +24,50 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn, Self
 
 from loguru import logger
 from multiprocess import connection as connections
 from multiprocess import forkserver, resource_tracker
+from multiprocess.context import BaseContext
 
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE
-from datatrove_ckpt.process.pool_signals import usual_handler
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
 from datatrove_ckpt.process.shutdown import SAME_EVENT
+from datatrove_ckpt.process.signals import Handlers, in_main_thread, may_handle, raise_again
 from datatrove_ckpt.process.worker import CLOSED, READY, Reported, Work, work
 
-# Seconds that workers have to end after a second signal, and one that has nothing left to do but to end.
+# Seconds that workers have to end after a second signal, and after ``CLOSED``.
 _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
 _LONGEST_WAIT = 3600.0
-_KEPT = (signal.SIG_IGN, None)  # a signal that is ignored, as under nohup; a handler that Python cannot restore
-
-
-class Stopped(Exception):
-    """A signal stopped the workers. Raised by ``Workers.run`` once all of them have ended."""
 
 
 class _Process:
-    """One worker, as its parent sees it."""
-
-    def __init__(self, context: Any, slot: int, count: int, run: Work, numbers: list[int], below_bar: bool) -> None:
+    def __init__(
+        self, context: BaseContext, slot: int, count: int, run: Work, numbers: list[int], below_bar: bool
+    ) -> None:
         self.slot = slot
         self.tasks: set[int] = set()
         self.is_ready = False  # for a task
         self.was_ready = False
-        self.is_ending = False  # it has stopped, or gets no more tasks
+        self.is_ending = False  # it gets no more tasks
         self.is_failing = False  # a task of it has failed, and the others drain
-        self.stopped = ""  # by which signal, if it ends for that reason
+        self.stopped = ""  # by which signal
         self.ends_by: float | None = None  # it is killed then
         self.is_silent = False  # no more messages can come
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
         environment = HiddenDict({**os.environ, WORKERS_VARIABLE: str(count)})
-        arguments = (theirs, os.getpid(), environment, numbers, run, slot, below_bar)
+        arguments = (theirs, environment, numbers, run, slot, below_bar)
         self.process = context.Process(target=work, args=arguments, daemon=False)
         with theirs:  # closed here once the worker has it
             self.process.start()
@@ -86,13 +78,12 @@ class _Process:
 
     @property
     def sentinel(self) -> int:
-        """Becomes readable when the process has ended. multiprocess's own also does when the fork server has ended."""
+        """Becomes readable at the end of the process. multiprocess's own also does at the end of the fork server."""
         if self._handle is not None:
             return self._handle
         return int(self.process.sentinel)
 
     def messages(self) -> Iterator[Any]:
-        """Those that have come."""
         try:
             while self.connection.poll():
                 yield self.connection.recv()
@@ -111,7 +102,7 @@ class _Process:
                 os.kill(self.process.pid, number)
 
     def close(self) -> str:
-        """Ends what may be left of it. Returns how it ended."""
+        """Kills the process if it still runs. Returns how it ended."""
         self.signal(signal.SIGKILL)
         deadline = time.monotonic() + _TO_EXIT
         # Not join: it waits for a pipe that a fork of the worker may hold open.
@@ -129,13 +120,11 @@ class _Process:
 
 @dataclass(eq=False, repr=False)
 class Workers:
-    """``with Workers(...) as workers:`` around ``workers.run(tasks)``. No process of it is left when the block ends.
+    """``with Workers(...) as workers:`` around ``workers.run(tasks)``. Its end leaves no process.
 
     Args:
-        context: multiprocess's, of a start method.
         count: processes at once.
-        work: what each of them does.
-        numbers: signals that ask for a stop. Those that this process ignores stay ignored.
+        numbers: signals that ask for a stop.
         max_attempts: how many workers may die of the same task, which was their only one.
         stop_seconds: a worker that takes longer to end its tasks after a request to stop is killed.
         screen: shows where the tasks stand.
@@ -145,7 +134,7 @@ class Workers:
         signal: the first signal that came.
     """
 
-    context: Any
+    context: BaseContext
     count: int
     work: Work
     numbers: Iterable[int]
@@ -156,45 +145,42 @@ class Workers:
     def __post_init__(self) -> None:
         self.lost: dict[int, str] = {}
         self.signal: int | None = None
-        self._numbers = [number for number in sorted(set(self.numbers)) if signal.getsignal(number) not in _KEPT]
+        self._numbers = sorted(filter(may_handle, set(self.numbers)))
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
         self._deaths: Counter[int] = Counter()
         self._suspects: set[int] = set()  # tasks that are tried alone
         self._failed_starts = 0
         self._error: Exception | None = None
-        self._is_failing = False  # the other tasks are told to stop
+        self._is_failing = False  # the other tasks must stop
         self._requests = 0
         self._to_pass_on: deque[int] = deque()
         self._came = 0.0
-        self._previous: dict[int, Any] = {}
+        self._handlers = Handlers(self._receive)
         self._previous_wakeup = -1
-        self._pid = os.getpid()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             # A signal interrupts no wait that is about to begin, and none of this thread if another thread gets it.
             self._previous_wakeup = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-            self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
+        self._handlers.install(self._numbers)
         return self
 
     def __exit__(self, *error: object) -> None:
         for worker in self._workers:
             worker.close()
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-        if threading.current_thread() is threading.main_thread():
+        self._handlers.restore()
+        if in_main_thread():
             signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._woken)
         os.close(self._wake)
 
     def run(self, tasks: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields each task that is done, with its result, as they finish.
+        """Yields each task that is done, with its result, as they finish. After a ``signal``, all tasks have drained.
 
         Raises:
-            Stopped: a signal came; all tasks have drained.
             WorkerDied: no worker could be started.
             Exception: of the first task that failed; the others have drained.
         """
@@ -208,12 +194,8 @@ class Workers:
             self._pass_on()  # after it: when no worker can be started, the running ones must hear of it
             self._kill_late()
             self._assign()
-        if self.signal is not None:
-            raise Stopped
-        if self._error is not None:
+        if self.signal is None and self._error is not None:
             raise self._error
-
-    # workers ----------------------------------------------------------------------------------------------------------
 
     @property
     def _stops(self) -> bool:
@@ -221,18 +203,18 @@ class Workers:
 
     @property
     def _idle(self) -> int:
-        """How many workers have no task and will ask for one."""
+        """How many workers have no task and will be ready for one."""
         return sum(not worker.tasks and not worker.is_ending for worker in self._workers)
 
     def _start(self) -> None:
-        """Starts as many workers as there are tasks that nobody has, and places."""
+        """Starts a worker for each task without one, up to ``count``."""
         free = self._idle
         while not self._stops and len(self._tasks) > free and len(self._workers) < self.count:
             slot = min(set(range(self.count)) - {worker.slot for worker in self._workers})
             resource_tracker.ensure_running()  # its own start unblocks signals
             if self.context.get_start_method() == "forkserver":
-                # Before they are blocked here: it serves others, too, and its processes inherit what it has blocked. A
-                # ``Pool.terminate`` of datatrove's would wait for ever for a worker that does not hear SIGTERM.
+                # Before signals are blocked here: its processes inherit what it has blocked, and it also serves
+                # datatrove's pools, whose ``terminate`` would wait forever for a worker that blocks SIGTERM.
                 forkserver.ensure_running()
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             try:
@@ -245,7 +227,7 @@ class Workers:
             free += 1
 
     def _assign(self) -> None:
-        """Gives a task to each worker that is ready for one, or lets it end. Those that have the fewest come first."""
+        """Sends a task to each worker that is ready for one, or lets it end. Those with the fewest tasks come first."""
         for worker in sorted(self._workers, key=lambda worker: len(worker.tasks)):
             if not worker.is_ready:
                 continue
@@ -259,9 +241,8 @@ class Workers:
             worker.send(task)
 
     def _take(self, worker: _Process) -> int | None:
-        """Takes a task for this worker out of the queue, if there is one."""
         tasks = list(self._tasks)
-        if worker.tasks:  # first, one for each worker without a task, which may only just start
+        if worker.tasks:  # first, a task for each worker without one, which may only just start
             is_tried_alone = not worker.tasks.isdisjoint(self._suspects)
             if is_tried_alone or len(tasks) <= self._idle:
                 return None
@@ -272,7 +253,6 @@ class Workers:
         return tasks[0]
 
     def _wait(self) -> None:
-        """Until a message has come, a worker has ended, a signal has come, or somebody's time is over."""
         limits = [worker.ends_by for worker in self._workers if worker.ends_by is not None]
         limits += [] if self.screen is None else [time.monotonic() + TICK_SECONDS]
         if limits:
@@ -288,7 +268,7 @@ class Workers:
             self.screen.tick()
 
     def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
-        has_ended = connections.wait([worker.sentinel], 0)  # first: what it sent before its end has come then
+        has_ended = connections.wait([worker.sentinel], 0)  # first: then all that it sent before its end has come
         for message in worker.messages():
             if message == READY:
                 worker.is_ready = worker.was_ready = True
@@ -322,7 +302,7 @@ class Workers:
                 self._error = _cannot_start(f"the last one {how}")
 
     def _give_back(self, tasks: set[int], stopped: str, how: str) -> None:
-        """Tasks whose worker ended before them: ``stopped`` by a signal to it alone, or ``how``."""
+        """Queues the tasks of a worker that was ``stopped`` by a signal to it alone, or ended ``how``."""
         is_unexplained = len(tasks) > 1 and not stopped
         why = stopped or f"its worker process {how}"
         if is_unexplained:
@@ -340,13 +320,7 @@ class Workers:
                 logger.warning(f"Task {task}: {why}. It starts again {how}.")
                 self._tasks.appendleft(task)
 
-    # signals ----------------------------------------------------------------------------------------------------------
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a fork of this process that has not set its own handlers
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
+    def _receive(self, number: int) -> None:
         now = time.monotonic()
         if self.signal is None:
             self.signal = number
@@ -357,7 +331,7 @@ class Workers:
         self._to_pass_on.append(number)
 
     def _pass_on(self) -> None:
-        """Passes requests to stop on to the workers that have tasks. The others end in ``_assign``."""
+        """Passes requests to stop on to workers with tasks. The others end in ``_assign``."""
         if self._error is not None and not self._is_failing:
             self._is_failing = True
             self._to_pass_on += [signal.SIGTERM] if signal.SIGTERM in self._numbers else []
@@ -393,14 +367,12 @@ class Workers:
 
 
 def end_as(number: int) -> NoReturn:
-    """Ends this process as this signal would without us, but through the stack.
+    """Gives the signal its usual effect.
 
     Raises:
-        KeyboardInterrupt, SystemExit, Preempted, or whatever the handler raises.
+        Preempted: it does not end this process. Or see ``raise_again``.
     """
-    if usual_handler(signal.getsignal(number)) is signal.SIG_DFL:
-        raise SystemExit(128 + number)
-    signal.raise_signal(number)
+    raise_again([number])
     raise Preempted(f"Stopped by {signal.Signals(number).name}. Run the same command again to resume.")
 
 

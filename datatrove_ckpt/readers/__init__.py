@@ -1,14 +1,14 @@
-"""Readers that resume: datatrove's, with the same arguments and documents, and a position on each document.
+"""datatrove's readers, with the same arguments and documents, and a position on each document.
 
     base.py            SeekingReader: files, resuming, positions, whatever the format; start reading here
     jsonl.py           JsonlReader
-    tables.py          ParquetReader, IpcReader; files of Arrow and Parquet, opened; rows taken out of tables
+    tables.py          ParquetReader, IpcReader
     huggingface.py     HuggingFaceDatasetReader; dataset_source.py: the dataset as its input
     revisions.py       the commit of a dataset on the hub that all ranks read
     positions.py       how a position gets from a document to the checkpoint and back
-    extent.py          how large the input is, and how much of it is done
-    inputs.py          the files of an input: listed, recorded, and still those that the position was made for
-    compressed.py      compressed files as streams; a damaged one is an error
+    extent.py          the size of the input, and how much of it is done
+    inputs.py          the files of an input
+    compressed.py      compressed files as streams
     input_errors.py    explains errors of the hub and of S3
     no_document.py     explains an input that has rows but no document
     pipeline.py        the readers among the steps before a runner; step_stats.py: the stats of these steps
@@ -16,8 +16,8 @@
     shard.py           what a rank has read
 
 A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB however many files
-there are, and names the input it was made for. Another input is refused with ``CheckpointMismatch``, which names the
-file, unless it continues the old one: new files after the current one, or a JSONL file that changed after the position.
+there are. Another input is refused with ``CheckpointMismatch``, unless it continues the old one: new files after the
+current one, or a JSONL file that changed after the position.
 
     reader         resumes at                                     skips earlier documents by
     JsonlReader    byte offset and line number                    seeking; gzip, zstd...: decompressing, not parsing
@@ -28,8 +28,8 @@ file, unless it continues the old one: new files after the current one, or a JSO
 ``shuffle_seed`` replaces ``shuffle_files``, whose order changes with every start. It orders the files by a hash of seed
 and name, so added files move no other file. Rows keep their order within a file; ``ReaderDataset`` shuffles rows, too.
 
-In a pipeline nothing else is needed: ``InferenceRunner`` finds the positions on the documents, and hands the saved one
-back through ``Reading``. Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:
+In a pipeline ``InferenceRunner`` finds the positions on the documents, and hands the saved one back through
+``Reading``. Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:
 
     state = reader.state_dict()        # after any document
     reader.load_state_dict(state)      # the next run() yields the documents after it

@@ -1,8 +1,7 @@
 """SeekingReader, the base of all readers here: it chooses files, resumes, and gives each document its position.
 
-A format implements ``_read``, which reads one file from a place in it, and says which files may have grown since.
-Everything else is as in datatrove's ``BaseDiskReader.run``: same files, same order, same ``limit`` and ``skip``, same
-stats.
+A format implements ``_read``, which reads one file from a place in it. Files, order, ``limit``, ``skip`` and stats are
+as in datatrove's ``BaseDiskReader.run``.
 
 A step holds plain data only, because datatrove copies and pickles it. One step may run several ranks, so a run takes
 the state that ``load_state_dict`` left, and forgets where the run before it ended.
@@ -16,22 +15,21 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
-from datatrove.io import DataFolderLike, get_shard_from_paths_file
+from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
 
-from datatrove_ckpt.checkpoint.layout import is_ours
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
-from datatrove_ckpt.readers.input_errors import naming_hub_input, no_files
+from datatrove_ckpt.readers.input_errors import no_files
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
+    list_input,
     metadata_hash,
     record_reader,
     remedy,
@@ -59,54 +57,6 @@ USUAL_KEYS = {"text_key": "text", "id_key": "id"}
 """The options that decide what a row becomes, and their defaults. A state keeps those that differ."""
 
 
-def checked_state(reader: Any, state: State | None, shard: ShardKey, own: State) -> State | None:
-    """Returns the state, or None if it is the state before the first document.
-
-    Args:
-        reader: a ``SeekingReader``.
-        own: the reader's state before the first document.
-
-    Raises:
-        CheckpointMismatch: the state was made by another reader, with other options or for another shard.
-    """
-    if state is None:
-        return None
-    where = f"The saved position in {reader.data_folder.path}"
-    made_by = (state.get("reader"), state.get("version"))
-    reads = (own["reader"], own["version"])
-    if made_by != reads:
-        raise CheckpointMismatch(
-            f"{where} was made by reader {made_by[0]!r} (version {made_by[1]}), and this is {reads[0]!r} "
-            f"(version {reads[1]}). ",
-            remedy(),
-        )
-    then = dict(state["options"])
-    now = dict(own["options"])
-    if "shard" in state:
-        then["shard"] = state["shard"]
-        now["shard"] = shard
-    for key in then | now:
-        old = then.get(key, USUAL_KEYS.get(key))
-        new = now.get(key, USUAL_KEYS.get(key))
-        if old == new:
-            continue
-        if key in USUAL_KEYS and "skipped" not in state:
-            continue  # 0.1.0 did not keep these keys
-        if key != "default_metadata":
-            raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. ", remedy())
-        if old is not None:  # None: an earlier release made the state
-            raise CheckpointMismatch(
-                f"{where} was made with another {key}, now {reader.default_metadata}. ",
-                remedy(),
-            )
-    if 0 <= reader.limit < state.get("documents", 0):
-        raise CheckpointMismatch(
-            f"{where} comes after {state['documents']} documents, and limit is now {reader.limit}. ",
-            remedy(f"Set limit to at least {state['documents']}"),
-        )
-    return state if "file" in state else None
-
-
 @runtime_checkable
 class Stateful(Protocol):
     """A reader whose position can be saved and restored, as in torchdata."""
@@ -117,17 +67,17 @@ class Stateful(Protocol):
 
 
 def datatrove_arguments(given: dict[str, Any], *own: str) -> dict[str, Any]:
-    """What of the ``locals()`` of ``__init__`` goes to datatrove's reader: all but our ``own`` arguments."""
+    """Leaves only the arguments of datatrove's reader in the ``locals()`` of an ``__init__``."""
     return {name: value for name, value in given.items() if name not in ("self", "__class__", *own)}
 
 
 class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
-    """Base of the readers that seek. In a subclass's bases it comes before datatrove's reader of that format."""
+    """The base of the readers that seek. A subclass lists it before datatrove's reader of the format."""
 
     shuffle_seed: int | None
     _format: ClassVar[str]
     _order_options: ClassVar[tuple[str, ...]] = ("shuffle_seed", "skip", "glob_pattern", "recursive")
-    """The options that decide, beside the files, which documents come before a position. A state keeps them."""
+    """The options that decide which documents come before a position. A state keeps them."""
 
     _empty_warning: bool
     _next_state: State | None = None  # for the next run
@@ -156,7 +106,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     # Stateful ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """The position right after the last document that the reader yielded. Plain JSON, below 1 kB."""
+        """Returns the position right after the last document that the reader yielded. Plain JSON, below 1 kB."""
         if self._next_state is not None:
             return self._next_state
         if self._position is not None:
@@ -164,13 +114,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return self._start_state or self._reader_state(0)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Lets the next run resume there. That run checks that the input is a continuation of what was read."""
+        """Lets the next run resume there. That run checks the input."""
         self._next_state = state_dict
 
     # PipelineStep --------------------------------------------------------------------------------------------------
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yields the documents of the steps before this one, and then this rank's own documents.
+        """Yields the documents of the steps before this one, and then those of this rank.
 
         Raises:
             CheckpointMismatch: the input is not a continuation of the one that the state was made for.
@@ -195,7 +145,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             yield from self._documents(inputs, start, [rank, world_size])
 
     def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
-        """datatrove's method of this name, but the document has a slot for its position."""
+        """Makes a document as datatrove does, with a slot for its position."""
         fields = self.adapter(data, source_file, id_in_file)
         if not fields.get("text"):
             if not self._empty_warning:
@@ -231,29 +181,17 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return self._start_state
 
     def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        if self.paths_file:
-            found: list[str] | None = list(get_shard_from_paths_file(self.paths_file, rank, world_size))
-        else:
-            if state is not None:
-                self.data_folder.invalidate_cache()  # this process may have an old listing
-            with naming_hub_input(self.data_folder):
-                found = self._list_files(rank, world_size)
-        if found is None:
+        names = list_input(self, afresh=state is not None).names
+        if not names and not self.paths_file:
             raise no_files(self.data_folder)
+        names = names[rank::world_size]
         if self.shuffle_seed is not None:
-            found = shuffled_names(found, self.shuffle_seed)
-        return Inputs(self.data_folder, found)
-
-    def _list_files(self, rank: int, world_size: int) -> list[str] | None:
-        ask = partial(self.data_folder.list_files, recursive=self.recursive, glob_pattern=self.glob_pattern)
-        what = f"The input {self.data_folder.resolve_paths('')} cannot be listed"
-        listed: list[str] = retrying.READING.run(ask, what)
-        names = [name for name in listed if not is_ours(name)]
-        return names[rank::world_size] if names else None
+            names = shuffled_names(names, self.shuffle_seed)
+        return Inputs(self.data_folder, names)  # a file may change between the listing and its reading
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
         self._start_state = start.state
-        state = checked_state(self, start.state, shard, self._reader_state(0))
+        state = self._checked_state(start.state, shard)
         digest = Digest()
         documents = 0
         passed = 0  # documents that ``skip`` leaves out
@@ -323,13 +261,51 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     # States --------------------------------------------------------------------------------------------------------
 
     def _reader_state(self, number: int) -> State:
-        """The state before the first document."""
         return {"version": READER_VERSION, "reader": self._format, "number": number, "options": self._options()}
+
+    def _checked_state(self, state: State | None, shard: ShardKey) -> State | None:
+        """Returns the state, or None if it is the state before the first document.
+
+        Raises:
+            CheckpointMismatch: the state was made by another reader, with other options or for another shard.
+        """
+        if state is None:
+            return None
+        where = f"The saved position in {self.data_folder.path}"
+        if (state.get("reader"), state.get("version")) != (self._format, READER_VERSION):
+            raise CheckpointMismatch(
+                f"{where} was made by reader {state.get('reader')!r} (version {state.get('version')}), and this is "
+                f"{self._format!r} (version {READER_VERSION}). ",
+                remedy(),
+            )
+        then = dict(state["options"])
+        now = self._options()
+        if "shard" in state:
+            then["shard"] = state["shard"]
+            now["shard"] = shard
+        for key in then | now:
+            old = then.get(key, USUAL_KEYS.get(key))
+            new = now.get(key, USUAL_KEYS.get(key))
+            if old == new or (key in USUAL_KEYS and "skipped" not in state):  # 0.1.0 did not keep these keys
+                continue
+            if key != "default_metadata":
+                raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. ", remedy())
+            if old is not None:  # None: an earlier release made the state
+                raise CheckpointMismatch(
+                    f"{where} was made with another {key}, now {self.default_metadata}. ", remedy()
+                )
+        documents = state.get("documents", 0)
+        if 0 <= self.limit < documents:
+            raise CheckpointMismatch(
+                f"{where} comes after {documents} documents, and limit is now {self.limit}. ",
+                remedy(f"Set limit to at least {documents}"),
+            )
+        return state if "file" in state else None
 
     def _state_in_file(
         self, inputs: Inputs, index: int, first: int, start: ReaderStart, shard: ShardKey, digest: Digest
     ) -> State:
-        """Returns the part of a state that all documents of one file share. ``first``: documents before the file."""
+        """Makes the part of a state that all documents of one file share. ``first``: documents before the file."""
         name = inputs.names[index]
         file = {"name": shorten(name), "size": inputs.size(index), "first": first}
         if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
@@ -352,7 +328,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return {key: value for key, value in options.items() if value is not None}
 
     def _check_input(self, inputs: Inputs, state: State) -> tuple[Digest, FilePosition]:
-        """What was read before the current file, and the place in that. Raises CheckpointMismatch for other files."""
         digest = inputs.check_before(state)
         file_position = tuple(state["at"])
         self._check_current_file(inputs, digest.files, state["file"], file_position)
@@ -379,21 +354,20 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     # Formats -------------------------------------------------------------------------------------------------------
 
     def _read_input(self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]) -> FileRead:
-        """``_read``, for the file of this index. ``number``: of the rank, and of its documents so far."""
+        """Reads the file of this index. ``number``: of the rank, and of its documents so far."""
         return self._read(inputs.names[index], file_position)
 
     @abstractmethod
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
-        """The documents and skipped rows of one file after ``file_position``, each with the place right after it."""
+        """Yields documents and skipped rows after ``file_position``, each with the place right after it."""
 
     def _may_grow(self, name: str) -> bool:
-        """Whether a longer file may be a continuation of the one that was read."""
+        """Returns whether a longer file may be a continuation of the one that was read."""
         return False
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
-        """Refuses a file whose content before ``file_position`` is not what was read.
+        """Raises CheckpointMismatch if the content before ``file_position`` is not what was read.
 
-        False: this cannot be told, because the format or an old position has no hashes of the content. The file must
-        then be the same as a whole.
+        False: the format or an old position has no hashes of the content, so the whole file must be the same.
         """
         return False

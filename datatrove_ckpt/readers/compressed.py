@@ -1,8 +1,7 @@
 """Compressed files as streams of bytes. A file that is damaged, or cut off anywhere, is an error that names it.
 
-fsspec's zstd stream ends without an error where the file ends, also in the middle of a frame, and after the first of
-several frames. So zstd is decompressed here, frame by frame. gzip, bz2 and xz streams notice a missing end, but their
-errors do not name the file.
+fsspec's zstd stream ends without an error in the middle of a frame, and after the first of several frames. So zstd is
+decompressed here. gzip, bz2 and xz streams notice a missing end, but their errors do not name the file.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 # Compressed bytes per call. Small, because one block of 4 bytes may become 128 kB.
 _ZSTD_BYTES = 2**14
-# Names that fsspec does not know unless the library is installed: it would read such a file as if it were text.
+# fsspec knows these only if the library is installed, and would else read such a file as text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
 _PACKAGES = {"zstd": "'datatrove-ckpt[zstd]'", "lz4": "lz4", "snappy": "python-snappy"}
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
@@ -34,7 +33,7 @@ _LIBRARIES = {"zstandard", "isal", "backports", "compression", "lz4", "snappy", 
 
 
 def codec_of(name: str, compression: str | None) -> str | None:
-    """The name of a file's compression; None if it has none. ``compression``: the reader's argument of this name."""
+    """Returns the name of a file's compression, or None. ``compression``: the reader's argument."""
     if compression != "infer":
         return compression
     found: str | None = infer_compression(name)
@@ -42,7 +41,7 @@ def codec_of(name: str, compression: str | None) -> str | None:
 
 
 def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
-    """The content of a compressed file.
+    """Opens the content of a compressed file.
 
     Raises:
         ConfigError: the library for this compression is not installed.
@@ -115,7 +114,7 @@ class _ZstdFile(io.RawIOBase):
         return size
 
     def _fill(self) -> bool:
-        """Decompresses the next bytes, which may result in none. False: the file has ended."""
+        """Decompresses the next bytes, which may give none. False: the file has ended."""
         data = b""
         if self._frame.eof:
             data = self._frame.unused_data

@@ -1,13 +1,12 @@
 """An opened dataset of the library ``datasets`` as input of a ``SeekingReader``: its shards are the files.
 
-A streaming dataset consists of shards, which are files as a rule. A map-style dataset is one file, whose rows can be
-indexed. The ranks share both as datatrove's reader does: every n-th shard if a stream has several, else every n-th row.
+A streaming dataset consists of shards, mostly files. A map-style dataset is one file, whose rows can be indexed. As in
+datatrove's reader, a rank has every n-th shard if a stream has several, else every n-th row.
 
-A place in a shard is the number of the rank's rows before it. A stream is entered there by leaving out its earlier
-shards, the earlier row groups of a Parquet shard, and then the earlier rows of the tables that the dataset's own
-builder makes. So each row goes through the same code as in datatrove's reader: casts, media, missing columns.
-
-``IterableDataset.load_state_dict`` would read the shard of the position from its beginning: of Parquet, too.
+A place in a shard is the number of the rank's rows before it. A resumed stream leaves out earlier shards, earlier row
+groups of a Parquet shard, and then earlier rows of the tables that the dataset's own builder makes, so casts, media and
+missing columns are as in datatrove's reader. ``IterableDataset.load_state_dict`` would read the shard of the position
+from its beginning, also of Parquet.
 """
 
 from __future__ import annotations
@@ -16,19 +15,29 @@ import copy
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from datatrove.io import DataFolder
+from fsspec import AbstractFileSystem
 from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.common.retrying import http_status
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 from datatrove_ckpt.readers.tables import take_rows
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset, IterableDataset
+    from datasets.iterable_dataset import _BaseExamplesIterable
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    Table: TypeAlias = tuple[int, pa.Table]
+    """The number of a table's first row, and the table."""
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 Count = Callable[[int], object]
@@ -37,16 +46,16 @@ _SAMPLED_ROWS = 32
 
 
 class DatasetFiles:
-    """Stands for datatrove's ``DataFolder`` where messages and checks of settings ask for the folder of an input."""
+    """Stands for datatrove's ``DataFolder`` in messages and in checks of settings."""
 
-    fs: Any = None
-    storage_options: dict[str, Any] = {}  # noqa: RUF012 (always empty)
+    fs = None
+    storage_options: JsonObject = {}  # noqa: RUF012 (always empty)
 
     def __init__(self, dataset: str) -> None:
         self.path = dataset
 
     def is_local(self) -> bool:
-        return False  # the dataset knows its files, nobody else may list them
+        return False  # only the dataset knows its files
 
     def isdir(self, path: str) -> bool:
         return True
@@ -56,14 +65,19 @@ class DatasetFiles:
 
 
 class DatasetInputs(Inputs):
-    """The shards of an opened dataset, or those of one rank.
+    """The shards of an opened dataset, or those of one rank. A ``Dataset`` is one shard.
 
     Args:
-        dataset: a ``datasets.IterableDataset``, or a ``datasets.Dataset`` as one shard.
         token: for the hub; None: that of the environment.
     """
 
-    def __init__(self, folder: DatasetFiles, dataset: Any, token: str | bool | None, commit: str | None) -> None:
+    def __init__(
+        self,
+        folder: DatasetFiles,
+        dataset: Dataset | IterableDataset,
+        token: str | bool | None,
+        commit: str | None,
+    ) -> None:
         self.dataset = dataset
         self.token = token
         self.commit = commit
@@ -78,17 +92,13 @@ class DatasetInputs(Inputs):
         self.shards = list(range(len(self.urls)))
 
     def shard(self, rank: int, world_size: int) -> Inputs:
-        """Every ``world_size``-th shard, from ``rank`` on."""
         chosen = copy.copy(self)
-        numbers = range(len(self.urls))[rank::world_size]
-        chosen.names = [self.names[number] for number in numbers]
-        chosen.urls = [self.urls[number] for number in numbers]
-        chosen.shards = [self.shards[number] for number in numbers]
-        chosen._infos = {new: self._infos[old] for new, old in enumerate(numbers) if old in self._infos}
+        chosen.names = self.names[rank::world_size]
+        chosen.urls = self.urls[rank::world_size]
+        chosen.shards = self.shards[rank::world_size]
         return chosen
 
     def of_rank(self, rank: int, world_size: int) -> Inputs:
-        """What datatrove's reader reads in one rank: every n-th shard of a stream with several, else every n-th row."""
         if len(self.names) > 1:
             if rank >= len(self.names):
                 logger.warning(f"The dataset has {len(self.names)} shards, so rank {rank} of {world_size} gets none.")
@@ -97,19 +107,19 @@ class DatasetInputs(Inputs):
         shared.row_shard = (rank, world_size)
         return shared
 
-    def info(self, index: int) -> dict[str, Any]:
-        """Size in bytes, and what else is known. All shards of the hub are looked up in one go."""
+    def info(self, index: int) -> JsonObject:
         if self.is_map:
             return {"size": int(self.dataset.data.nbytes)}
-        if index not in self._infos:
+        name = self.names[index]
+        if name not in self._infos:
             self._infos |= self._look_up(index)
-        return self._infos[index]
+        return self._infos[name]
 
     def size_for_people(self, index: int) -> int:
         return self.size(index)  # of the hub's files, the reader looks up all in one go anyway
 
     def fingerprint(self, index: int, size: int, whole: bool) -> str:
-        """A hash of the content: of some rows, or of the file's beginning and end, or the hub's own."""
+        """Hashes some rows, or the file's beginning and end, or returns the hub's own hash."""
         if self.is_map:
             if self._sample is None:
                 self._sample = _sample_rows(self.dataset)
@@ -125,36 +135,37 @@ class DatasetInputs(Inputs):
     def sample(self, index: int) -> str:
         return self.fingerprint(index, self.size(index), whole=True)
 
-    def _look_up(self, index: int) -> dict[int, dict[str, Any]]:
-        """Of a shard on the hub, what is known of all shards in its folder, in one go.
+    def _look_up(self, index: int) -> dict[str, JsonObject]:
+        """Looks up a shard, and with a shard on the hub all shards in its folder, in one request.
 
         A shard without a file, or on a server that tells no size, has size 0.
         """
-        paths = {number: _innermost(url) for number, url in enumerate(self.urls)}
-        url = paths[index]
+        name = self.names[index]
+        url = _innermost(self.urls[index])
         if "/" not in url:
-            return {index: {"size": 0}}
+            return {name: {"size": 0}}
         found = _HUB_FILE.fullmatch(url)
         fs, path = _file_system(url, self.token)
         try:
             if found is None:
-                return {index: retrying.READING.run(lambda: fs.info(path), url)}
+                return {name: retrying.READING.run(lambda: fs.info(path), url)}
             listed = retrying.READING.run(lambda: fs.ls(path.rpartition("/")[0], expand_info=False), url)
         except Exception as error:
             if found is None and not isinstance(error, FileNotFoundError):  # an HTTP server may refuse HEAD
-                return {index: {"size": 0}}
+                return {name: {"size": 0}}
             if found is None or (http_status(error) is None and not isinstance(error, OSError)):
                 raise
             raise InputError(explain_hub_error(found["repository"], error, found["commit"])) from error
         infos = {f"hf://{info['name']}": info for info in listed}
         if url not in infos:
             raise FileNotFoundError(self.urls[index])
-        return {number: infos[path] for number, path in paths.items() if path in infos}
+        paths = dict(zip(self.names, map(_innermost, self.urls), strict=True))
+        return {name: infos[path] for name, path in paths.items() if path in infos}
 
     # Reading -------------------------------------------------------------------------------------------------------
 
-    def batches(self, index: int, first: int, size: int, count: Count) -> Iterator[dict[str, list[Any]]]:
-        """The rank's rows of one shard from its ``first``-th on, in batches as ``dataset.iter`` makes them.
+    def batches(self, index: int, first: int, size: int, count: Count) -> Iterator[dict[str, list[object]]]:
+        """Yields the rank's rows of one shard from its ``first``-th on, in batches as ``dataset.iter`` makes them.
 
         ``count`` gets the number of rows of the whole shard, if that is known before they are read.
         """
@@ -164,17 +175,15 @@ class DatasetInputs(Inputs):
             share = self.dataset.shard(shares, number, contiguous=False)
             if first >= len(share):
                 return iter(())
-            rows = share
-            if first:
-                rows = share.select(range(first, len(share)))
+            rows = share.select(range(first, len(share)))
         else:
             rows = _from_row(self.dataset, self.shards[index], number + first * shares, shares, count)
-        found: Iterator[dict[str, list[Any]]] = rows.iter(size)
+        found: Iterator[dict[str, list[object]]] = rows.iter(size)
         return found
 
 
 def commit_of(url: str) -> str | None:
-    """The commit in the URL of a file on the hub, as ``datasets`` makes it."""
+    """Returns the commit in the URL that ``datasets`` makes for a file on the hub."""
     found = _HUB_FILE.fullmatch(_innermost(url))
     if found is None:
         return None
@@ -182,23 +191,23 @@ def commit_of(url: str) -> str | None:
 
 
 def _innermost(url: str) -> str:
-    """Of "zip://a::hf://b": the file that is stored, hf://b."""
+    """Returns hf://b, the stored file, for "zip://a::hf://b"."""
     return url.rpartition("::")[2]
 
 
 def without_commit(url: str) -> str:
-    """A new commit that leaves a file as it is does not change the input."""
+    """Removes the commit: a new one that leaves a file as it is does not change the input."""
     return re.sub(r"(hf://datasets/[^@]+)@[^/]+/", r"\1/", url)
 
 
 def _short_names(urls: Sequence[str]) -> list[str]:
-    """Without the folder in which all are: a copy elsewhere is the same input."""
+    """Removes the common folder: a copy elsewhere is the same input."""
     names = [without_commit(url) for url in urls]
     common = os.path.commonprefix([name[: name.rfind("/") + 1] for name in names])  # noqa: RUF071 (cut at "/" below)
     return [name[common.rfind("/") + 1 :] for name in names]
 
 
-def _shard_names(dataset: Any) -> list[str]:
+def _shard_names(dataset: IterableDataset) -> list[str]:
     count = max(1, dataset.num_shards)
     lists = getattr(dataset._ex_iterable, "kwargs", {})
     for name in _LISTS_OF_NAMES:
@@ -208,12 +217,12 @@ def _shard_names(dataset: Any) -> list[str]:
     return [f"shard {number}" for number in range(count)]
 
 
-def _paths(found: Sequence[Any]) -> list[str]:
-    """The paths of files; empty if they are something else. Until version 4.5 there is an iterable for each."""
+def _paths(found: Sequence[object]) -> list[str]:
+    """Returns the paths of files; empty if ``found`` holds something else."""
     paths = []
     for entry in found:
         files = [entry]
-        if type(entry).__name__ == "FilesIterable":
+        if type(entry).__name__ == "FilesIterable" and isinstance(entry, Iterable):  # before version 4.5
             files = list(entry)
         if len(files) == 1 and isinstance(files[0], str):
             paths.append(files[0])
@@ -229,18 +238,18 @@ def _sample_file(url: str, size: int, token: str | bool | None) -> str:
     return fingerprint(DataFolder(folder or "/", fs=fs), name, size, whole=True)
 
 
-def _file_system(url: str, token: str | bool | None) -> tuple[Any, str]:
+def _file_system(url: str, token: str | bool | None) -> tuple[AbstractFileSystem, str]:
     from fsspec.core import url_to_fs
 
     options = {}
     if url.startswith("hf://") and token is not None:
         options["token"] = token
-    found: tuple[Any, str] = url_to_fs(url, **options)
+    found: tuple[AbstractFileSystem, str] = url_to_fs(url, **options)
     return found
 
 
-def _sample_rows(dataset: Any) -> str:
-    """A hash of the number of rows, the columns, and some rows; the same wherever and however they are stored."""
+def _sample_rows(dataset: Dataset) -> str:
+    """Hashes the number of rows, the columns and some rows, however they are stored."""
     count = len(dataset)
     content = []
     if count:
@@ -252,8 +261,8 @@ def _sample_rows(dataset: Any) -> str:
 # A stream from a row on ----------------------------------------------------------------------------------------------
 
 
-def _from_row(dataset: Any, shard: int, first: int, step: int, number_of_rows: Count) -> Any:
-    """An ``IterableDataset`` of the rows ``first``, ``first + step``, ... of one shard."""
+def _from_row(dataset: IterableDataset, shard: int, first: int, step: int, number_of_rows: Count) -> IterableDataset:
+    """Makes a dataset of the rows ``first``, ``first + step``, ... of one shard."""
     count = max(1, dataset.num_shards)
     source = dataset._ex_iterable.shard_data_sources(num_shards=count, index=shard, contiguous=False)
     rest = object.__new__(type(dataset))
@@ -262,11 +271,11 @@ def _from_row(dataset: Any, shard: int, first: int, step: int, number_of_rows: C
     return rest
 
 
-def _parquet_tables(source: Any, first: int, count: Count) -> Iterator[tuple[int, Any]] | None:
-    """The tables of a Parquet shard as the builder of ``datasets`` reads it, without row groups before row ``first``.
+def _parquet_tables(source: _BaseExamplesIterable, first: int, count: Count) -> Iterator[Table] | None:
+    """Reads a Parquet shard as the builder of ``datasets`` does, without row groups before row ``first``.
 
-    None if the shard is of another format, or if filters decide which rows it has. The builder's own argument for the
-    row groups, ``row_groups_list``, is ignored by some of its versions.
+    None if the shard is of another format, or if filters decide which rows it has. Some versions of the builder ignore
+    its own argument for the row groups, ``row_groups_list``.
     """
     arguments = getattr(source, "kwargs", {})
     builder = getattr(getattr(source, "generate_tables_fn", None), "__self__", None)
@@ -280,8 +289,7 @@ def _parquet_tables(source: Any, first: int, count: Count) -> Iterator[tuple[int
     return _read_parquet(builder, names[0], first, count)
 
 
-def _read_parquet(builder: Any, name: str, first: int, count: Count) -> Iterator[tuple[int, Any]]:
-    """The number of a table's first row, and the table."""
+def _read_parquet(builder: Parquet, name: str, first: int, count: Count) -> Iterator[Table]:
     import pyarrow as pa
     import pyarrow.dataset as ds
     from datasets.download.download_config import DownloadConfig
@@ -313,35 +321,34 @@ def _read_parquet(builder: Any, name: str, first: int, count: Count) -> Iterator
 
 
 class _Rows:
-    """Rows of an examples iterable of ``datasets``, and itself one: the part that ``IterableDataset`` calls."""
+    """Rows of an examples iterable of ``datasets``, with the methods that ``IterableDataset`` calls."""
 
     num_shards = 1
 
-    def __init__(self, source: Any, first: int, step: int, count: Count) -> None:
+    def __init__(self, source: _BaseExamplesIterable, first: int, step: int, count: Count) -> None:
         self._source = source
         self._first = first
         self._step = step
         self._count = count
 
     @property
-    def iter_arrow(self) -> Callable[[], Iterator[tuple[Any, Any]]] | None:
+    def iter_arrow(self) -> Callable[[], Iterator[Table]] | None:
         if not self._source.iter_arrow:
             return None
         return self._tables
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._source, name)
 
-    def _init_state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {}  # positions are counted by the reader
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    _init_state_dict = state_dict
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[tuple[object, object]]:
         return itertools.islice(iter(self._source), self._first, None, self._step)
 
-    def _tables(self) -> Iterator[tuple[Any, Any]]:
+    def _tables(self) -> Iterator[Table]:
         row = self._first
         for number, (start, table) in enumerate(self._source_tables()):
             length = len(table)
@@ -353,8 +360,7 @@ class _Rows:
                 else:
                     yield number, take_rows(table, rows)
 
-    def _source_tables(self) -> Iterator[tuple[int, Any]]:
-        """The number of a table's first row, and the table."""
+    def _source_tables(self) -> Iterator[Table]:
         parquet = _parquet_tables(self._source, self._first, self._count)
         if parquet is not None:
             yield from parquet

@@ -1,43 +1,35 @@
-"""How large a rank's input is, and how much of it lies before a document: for percent and time left, nothing else.
+"""How large a rank's input is, and how much of it lies before a document, for percent and time left.
 
-The unit is bytes of the input files as they are stored, because a listing knows them; compressed files count with
-their compressed bytes. Within a file, the format says how its places become bytes (``FileExtent``). This costs nothing
-per document: a position refers to its file's extent, and is looked at once a minute.
-
-No file is opened for this, and no row is counted: a footer is used once the file is read anyway.
+The unit is stored bytes of the input files, because a listing knows them. Within a file, the format says how its places
+become bytes (``FileExtent``). No file is opened for this, and a document costs nothing: a position refers to its file's
+extent, and is inspected once a minute.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.readers.inputs import Inputs
 
 Unit: TypeAlias = Literal["bytes", "rows"]
 
-# More files than this are measured in a thread, because a stat may take a millisecond and a request 50; and of more
-# than _MEASURED, some are measured, for a mean. Remote ones cost requests, which the hub counts.
+# More files are measured in a thread, because a stat may take a millisecond and a request 50. Of more than _MEASURED, a
+# sample is measured. The hub limits requests.
 _AT_ONCE = 64
 _MEASURED = 1000
 _MEASURED_REMOTE = 50
-# Of fewer files than this, it is not enough to know which ones are done.
+# With fewer files, whole files are too coarse.
 _FINE = 20
 
 
-class MeasuredInputs(Protocol):
-    """See ``inputs.Inputs``."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-    def size_for_people(self, index: int) -> int: ...
-
-
 class Reached(NamedTuple):
-    """How much of an input is done. ``done`` and ``total`` in ``unit``; None: not known."""
+    """How much of an input is done, in ``unit``. None: not known."""
 
     done: int
     total: int | None
@@ -53,12 +45,11 @@ class FileExtent:
 
     Attributes:
         before: bytes of the files before this one.
-        size: of this file.
-        per: bytes for each that the first number of a place is larger; None: not known.
-        starts: if the first number of a place is a group of rows, and the second a row of it: which part of the file
-            lies before each group, from 0 to 1, with a last 1.
+        size: bytes of this file.
+        per: bytes for each unit of a place's first number; None: not known.
+        starts: for places of group and row: which part of the file lies before each group, from 0 to 1, with a last 1.
         lengths: rows of a group, as far as they are known.
-        end: where the reading of a file ended that may grow meanwhile; None before the end.
+        end: where the reading of a file that may grow ended; None before the end.
     """
 
     before: float = 0.0
@@ -69,17 +60,16 @@ class FileExtent:
     end: int | None = None
 
     def set_groups(self, rows: list[int]) -> None:
-        """The groups have so many rows, in the order in which they are read."""
         total = max(1, sum(rows))
         self.starts = [before / total for before in accumulate(rows, initial=0)]
         self.lengths = dict(enumerate(rows))
 
     def reached(self, place: tuple[int, ...]) -> float:
-        """What lies before the place in the input, with the files before this one."""
+        """Returns the bytes of the input before the place."""
         return self.before + self.inside(place)
 
     def inside(self, place: tuple[int, ...]) -> float:
-        """What lies before the place in the file."""
+        """Returns the bytes of the file before the place."""
         if not place:
             return 0.0
         number = place[0]
@@ -97,22 +87,22 @@ class InputExtent:
     """The input of one reader in one rank.
 
     Args:
-        limit: most documents that the reader yields; -1: all.
+        limit: the reader's limit; -1: none.
         is_near: a size costs no request.
     """
 
-    def __init__(self, inputs: MeasuredInputs, limit: int, is_near: bool = True) -> None:
+    def __init__(self, inputs: Inputs, limit: int, is_near: bool = True) -> None:
         self.total: float | None = None
         """In bytes; None: not known, or not yet: see ``measure``."""
         self.measuring: threading.Thread | None = None
-        """Looks the sizes up; None: nobody has asked for them, or they are known at once."""
+        """Looks the sizes up; None: this was not needed yet, or took no thread."""
         self._inputs = inputs
         self._limit = limit
         self._is_near = is_near
         self._is_measured = False
 
     def measure(self) -> None:
-        """Looks the sizes up, once; beside the reading if that may take long. Not before somebody wants to know."""
+        """Looks the sizes up, once, and in a thread if that may take long."""
         if self._is_measured:
             return
         self._is_measured = True
@@ -123,7 +113,7 @@ class InputExtent:
             self.measuring.start()
 
     def _measure(self) -> None:
-        # Whatever goes wrong here, the reader says it better when it comes to the file.
+        # The reader raises a better error when it comes to the file.
         with suppress(Exception):
             count = len(self._inputs.names)
             most = _MEASURED if self._is_near else _MEASURED_REMOTE
@@ -133,7 +123,7 @@ class InputExtent:
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
     def reached(self, file: FileExtent, place: tuple[int, ...], documents: int) -> Reached:
-        """How much of the input lies before a place, after so many documents of this rank."""
+        """Returns how much of the input lies before a place, after so many documents of this rank."""
         self.measure()
         done = file.reached(place)
         coarse = file.per is None and not file.starts

@@ -1,10 +1,7 @@
 """HuggingFaceDatasetReader: by shard and row in a stream, by index in a map-style dataset.
 
-A ``FilePosition`` is (rows of the rank in this shard so far,). The number of the rank's documents, which default ids
-have, is in the state anyway.
-
-A resume begins at a whole batch of the shard, counted from its beginning: if the dataset has no features, missing
-columns are filled up within a batch.
+A ``FilePosition`` is (rows of the rank in this shard so far,). A resume begins at a whole batch of the shard, counted
+from its beginning: if the dataset has no features, missing columns are filled up within a batch.
 """
 
 from __future__ import annotations
@@ -15,16 +12,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import orjson
 from datatrove.data import Document
-from datatrove.io import get_datafolder
 from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
@@ -37,13 +33,16 @@ from datatrove_ckpt.readers.positions import (
     Adapter,
     FilePosition,
     FileRead,
+    ReadResult,
     Row,
     State,
     job_revisions,
 )
 from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.step_records import plain_settings
-from datatrove_ckpt.readers.tables import IpcReader
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 _SHUFFLE_SEED = 42  # datatrove's
 _SHOWN_COLUMNS = 20
@@ -70,7 +69,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def __init__(
         self,
         dataset: str,
-        dataset_options: dict[str, Any] | None = None,
+        dataset_options: JsonObject | None = None,
         streaming: bool = False,
         limit: int = -1,
         skip: int = 0,
@@ -103,14 +102,13 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     @property
     def chosen(self) -> str:
-        """The part of ``dataset_options`` that decides which rows there are, as text."""
+        """The part of ``dataset_options`` that decides which rows there are, as JSON."""
         options = {}
         if not self.load_from_disk:
             options = {name: value for name, value in self.dataset_options.items() if name in _CHOOSING}
         return orjson.dumps(plain_settings(options), option=orjson.OPT_SORT_KEYS).decode()
 
     def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
-        """datatrove's method of this name, but the document has a slot for its position."""
         document = SeekingReader.get_document_from_dict(self, data, source_file, id_in_file)
         if document is not None:
             document.metadata.setdefault("dataset", source_file)
@@ -118,15 +116,15 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     @property
     def is_downloaded_whole(self) -> bool:
-        """Listing the dataset would download all of it where it is not in the cache: only the ranks need that."""
+        """Whether listing the dataset downloads all of it: only the ranks need that."""
         return not self.load_from_disk and not self.streaming
 
     def shares_rows(self, shards: int) -> bool:
-        """Whether the tasks share a dataset of so many shards by its rows, and not by its shards."""
+        """Returns whether the tasks share a dataset of so many shards by its rows, and not by its shards."""
         return self.load_from_disk or not self.streaming or shards <= 1
 
     def preview(self) -> HuggingFaceDatasetReader:
-        """A reader of the same rows that downloads no more than is read of them, for a check before the run.
+        """Returns a reader that streams the same rows, for a check before the run.
 
         It is this one for a part of a split ("train[:10%]"), which cannot be streamed.
         """
@@ -138,22 +136,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         streamed.shuffle_files = False
         streamed.dataset_options = {k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE}
         return streamed
-
-    def saved_files(self) -> SavedFiles | None:
-        """A reader of the Arrow files of a dataset that ``save_to_disk`` has written.
-
-        None: there are none, or ``datasets`` makes the values when it reads them, as it does those of images.
-        """
-        if not self.load_from_disk:
-            return None
-        folder = get_datafolder(self.dataset)
-        try:
-            state, info = (orjson.loads(folder.cat_file(name)) for name in ("state.json", "dataset_info.json"))
-        except FileNotFoundError:
-            return None
-        if state.get("_indices_data_files") or not _is_plain(info.get("features")):
-            return None
-        return SavedFiles(self, [str(file["filename"]) for file in state["_data_files"]])
 
     # SeekingReader -------------------------------------------------------------------------------------------------
 
@@ -178,7 +160,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         with self._naming(without_commit(inputs.urls[index])):
             for batch in inputs.batches(index, row, self.batch_size, count):
                 lines = [dict(zip(batch, values, strict=False)) for values in zip(*batch.values(), strict=False)]
-                made: list[tuple[Document | Skipped, FilePosition]] = []
+                made: list[ReadResult] = []
                 with self.track_time("batch"):
                     for line in lines:
                         row += 1
@@ -203,7 +185,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
-        """Turns what ``datasets`` and the hub raise into an error that names the shard."""
         try:
             with naming_damage(name):
                 yield
@@ -220,7 +201,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     # The dataset ---------------------------------------------------------------------------------------------------
 
     def list_dataset(self, commit: str | None = None) -> DatasetInputs:
-        """All shards of the dataset, at the commit of a saved position, or else at that of the job.
+        """Opens the dataset at the commit of a saved position, or else at that of the job.
 
         Raises:
             InputError: the dataset cannot be opened, or has no such split or column.
@@ -247,7 +228,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         inputs.commit = commit or next(filter(is_commit, map(commit_of, inputs.urls)), None)
         return inputs
 
-    def _load(self, commit: str | None) -> Any:
+    def _load(self, commit: str | None) -> Dataset | IterableDataset | dict[str, Dataset | IterableDataset]:
         from datasets import load_dataset, load_from_disk
 
         if self.load_from_disk:
@@ -258,7 +239,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return load_dataset(self.dataset, **options, streaming=self.streaming)
 
     def _commit(self, commit: str | None) -> str | None:
-        """The commit to read; None if the dataset is not on the hub, or if its revision is a commit already."""
+        """Returns the commit to read; None if the dataset is not on the hub, or if its revision is a commit."""
         repository = self._repository()
         if repository is None:
             return None
@@ -289,7 +270,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return str(found.sha)
 
     def _repository(self) -> str | None:
-        """The dataset's name on the hub; None if it is elsewhere. ``load_dataset`` looks in this order."""
+        """Returns the dataset's name on the hub; None if it is elsewhere. ``load_dataset`` looks in this order."""
         from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
         name = str(self.dataset).removeprefix("hf://datasets/")
@@ -298,7 +279,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return None
         return name
 
-    def _check_columns(self, dataset: Any) -> None:
+    def _check_columns(self, dataset: Dataset | IterableDataset) -> None:
         columns = dataset.column_names
         if columns is None or not self._has_default_adapter() or self.text_key in columns:
             return
@@ -313,37 +294,3 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _explain(self, error: Exception, commit: str | None) -> str:
         return explain_hub_error(self.dataset, error, commit, self._repository() is not None)
-
-
-class SavedFiles(IpcReader):
-    """The Arrow files of a saved dataset: see ``HuggingFaceDatasetReader.saved_files``.
-
-    Documents are those of the dataset's reader, but a default id has file and row.
-    """
-
-    def __init__(self, reader: HuggingFaceDatasetReader, names: list[str]) -> None:
-        options = {name: getattr(reader, name) for name in ("limit", "skip", "text_key", "id_key")}
-        seed = _SHUFFLE_SEED if reader.shuffle_files else None
-        super().__init__(reader.dataset, shuffle_seed=seed, **options)
-        self._reader = reader
-        self._names = names
-
-    def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
-        """That of the dataset's reader."""
-        return self._reader.get_document_from_dict(data, self._reader.dataset, f"{source_file}/{id_in_file}")
-
-    def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        return Inputs(self.data_folder, self._names).of_rank(rank, world_size)
-
-
-_PLAIN_TYPES = ("Value", "ClassLabel", "List", "LargeList", "Sequence", "Translation", "TranslationVariableLanguages")
-
-
-def _is_plain(features: Any) -> bool:
-    """Whether the values of these features are those that the files hold."""
-    if isinstance(features, list):
-        return all(map(_is_plain, features))
-    if not isinstance(features, dict):
-        return True
-    kind = features.get("_type", "Value")
-    return (not isinstance(kind, str) or kind in _PLAIN_TYPES) and all(map(_is_plain, features.values()))

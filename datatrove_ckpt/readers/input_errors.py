@@ -1,4 +1,4 @@
-"""What an error of the hub, or of S3, means for an input, and what to do."""
+"""Explains errors of the hub and of S3 about an input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MISSING = (FileNotFoundError, PermissionError)
 
 
 def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None, on_hub: bool = True) -> str:
-    """What happened to a dataset that is opened or looked up, and what to do.
+    """Explains why a dataset cannot be opened or looked up.
 
     Args:
         commit: the one that the run reads; None: not known yet.
@@ -44,14 +44,14 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
 
 
 def one_line(error: BaseException) -> str:
-    """datasets says of each error in a file that one occurred; its cause says which."""
+    """Describes an error; a ``DatasetGenerationError`` by its cause."""
     if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
         return library_line(error.__cause__)
     return library_line(error)
 
 
 def is_on_hub(folder: DataFolder) -> bool:
-    """Whether this is a folder of a repository or a bucket on the hub."""
+    """Returns whether this is a folder of a repository or a bucket on the hub."""
     return "hf" in getattr(folder.fs, "protocol", ())
 
 
@@ -59,15 +59,12 @@ def is_on_hub(folder: DataFolder) -> bool:
 def naming_hub_input(
     folder: DataFolder, name: str = "", missing: bool = True, libraries: tuple[str, ...] = _OF_THE_CLIENT
 ) -> Iterator[None]:
-    """Turns what the hub, or S3, raises about files of an input into an error that says what to do.
+    """Turns errors of the hub or S3 about files of an input into an ``InputError`` with advice.
 
     Args:
         name: the file that is read; "": the folder is listed.
         missing: ``FileNotFoundError`` and ``PermissionError`` count, too, which the client raises for a folder.
         libraries: whose errors count.
-
-    Raises:
-        InputError: the hub or its client, or the client of S3, raised an error.
     """
     try:
         yield
@@ -87,7 +84,6 @@ def naming_hub_input(
 
 
 def no_files(folder: DataFolder) -> InputError:
-    """The error of a folder in which no file matches."""
     return InputError(
         f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does not exist there, or "
         f"glob_pattern fits none. Correct {written.data_folder} or glob_pattern."

@@ -1,10 +1,8 @@
 """Checks that an input is still the one that a position was made for.
 
-A state is too small for ten thousand names and sizes. Of the files that were read to their end it keeps a ``Digest``:
-their number and total size, and the XOR of their hashes. It shows *that* something differs.
-
-Of the current file a state keeps name, size and a hash of its first (and last) 64 kB. Files that were read to their end
-are not read again: on resume that would cost what seeking saves.
+A state is too small for ten thousand names and sizes. Of the files that were read to their end it keeps a ``Digest``,
+of the current file its name, its size and a hash of its first (and last) 64 kB. Finished files are not read again: on
+resume that would cost what seeking saves.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from glob import has_magic
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 from datatrove.io import DataFolder, get_shard_from_paths_file
@@ -22,9 +20,9 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.layout import is_ours
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
-from datatrove_ckpt.errors.doors import StartOver
+from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import ALL_ROWS, RowShard, State, in_pipeline
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
@@ -39,18 +37,18 @@ _Result = TypeVar("_Result")
 
 
 def remedy(verb: str = "Restore it") -> StartOver | str:
-    """What to do about an input that a position does not fit. A pipeline has folders, a training loop has a state."""
+    """Names what helps if a position does not fit its input: other folders in a pipeline, no state in a training."""
     start = f"{verb}, or start from the beginning"
     if in_pipeline():
-        return StartOver(f"{start}: with ", ".")
+        return StartOver(f"{start}: with ", f"{written.old_results}.")
     return f"{start}, without the saved state."
 
 
 class Inputs:
-    """The files that a reader reads, in order. What fsspec tells of a file is looked up once, when it is needed first.
+    """The files that a reader reads, in order. fsspec's information on a file is looked up once, at its first use.
 
     Args:
-        infos: what a listing has told, by the index of the name.
+        infos: the information that a listing gave, by file name.
     """
 
     row_shard: RowShard = ALL_ROWS
@@ -58,48 +56,49 @@ class Inputs:
     commit: str | None = None
     """Of a dataset on the hub."""
 
-    def __init__(
-        self, folder: DataFolder, names: Sequence[str], infos: dict[int, dict[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, folder: DataFolder, names: Sequence[str], infos: dict[str, JsonObject] | None = None) -> None:
         self.folder = folder
         self.names = names
         self._infos = infos or {}
 
-    def info(self, index: int) -> dict[str, Any]:
-        """What fsspec tells of the file: size, time of change, ETag..., depending on the file system.
+    def info(self, index: int) -> JsonObject:
+        """Returns size, time of change, ETag..., depending on the file system.
 
         Raises:
-            InputError: it is a FIFO, a socket or a device.
+            InputError: the file is a FIFO, a socket or a device.
         """
-        if index not in self._infos:
-            self._infos[index] = info = self._remote(lambda: self.folder.info(self.names[index]))
+        name = self.names[index]
+        if name not in self._infos:
+            self._infos[name] = info = self._remote(lambda: self.folder.info(name))
             if info.get("type") == "other":
                 raise InputError(
-                    f"The input file {self.names[index]!r} in {self.folder.path} is a FIFO, a socket or a device, "
-                    "which cannot be read twice. Write its content into a file, or move it out of the folder."
+                    f"The input file {name!r} in {self.folder.path} is a FIFO, a socket or a device, which cannot be "
+                    "read twice. Write its content into a file, or move it out of the folder."
                 )
-        return self._infos[index]
+        return self._infos[name]
 
     def size(self, index: int) -> int:
         return int(self.info(index)["size"] or 0)
 
     def size_for_people(self, index: int) -> int:
-        """The size, in any thread and at any time: what is looked up for this is not kept."""
-        info = self._infos.get(index) or self._remote(lambda: self.folder.info(self.names[index]))
+        """Returns the size, in any thread, and keeps nothing."""
+        name = self.names[index]
+        info = self._infos.get(name) or self._remote(lambda: self.folder.info(name))
         return int(info["size"] or 0)
 
     def note_size(self, index: int, size: int | None) -> None:
-        """Takes the size of what was read instead of the one before, for a file that grew while it was read.
+        """Replaces the size by the number of bytes that were read, for a file that grew while it was read.
 
-        None: the reader stopped at its limit, so what comes after is not its input. Then it is the size of now.
+        None: the reader stopped at its limit, so the rest is not its input. Then the current size is kept.
         """
         if size != self.size(index):
-            self._infos[index] = self.folder.info(self.names[index])
+            info = self.folder.info(self.names[index])
             if size is not None:
-                self._infos[index] = {**self._infos[index], "size": size}
+                info = info | {"size": size}
+            self._infos[self.names[index]] = info
 
     def fingerprint(self, index: int, size: int, whole: bool) -> str:
-        """``fingerprint`` of the file, or what the hub calls its content, which costs no download."""
+        """Returns ``fingerprint`` of the file, or the hub's own hash, which costs no download."""
         if is_on_hub(self.folder):
             known = self.info(index).get("blob_id")
             if known:
@@ -107,7 +106,7 @@ class Inputs:
         return self._content_fingerprint(index, size, whole)
 
     def is_same(self, index: int, size: int, whole: bool, kept: str) -> bool:
-        """Whether a fingerprint is that of the file. Earlier releases took it from the content on the hub, too."""
+        """Earlier releases hashed the content on the hub, too."""
         if kept == self.fingerprint(index, size, whole):
             return True
         return is_on_hub(self.folder) and kept == self._content_fingerprint(index, size, whole)
@@ -116,12 +115,11 @@ class Inputs:
         return self._remote(lambda: fingerprint(self.folder, self.names[index], size, whole))
 
     def _remote(self, call: Callable[[], _Result]) -> _Result:
-        """The result of a call that may ask a server."""
         with naming_hub_input(self.folder, missing=False):
             return retrying.READING.run(call, self.folder.path)
 
     def sample(self, index: int) -> str:
-        """A value that changes with the file's content; empty if the file system tells none, or if it is gone."""
+        """Returns a value that changes with the content; empty if the file system has none, or the file is gone."""
         info = self.info(index)
         if not self.folder.is_local():
             return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
@@ -130,28 +128,24 @@ class Inputs:
         return ""
 
     def of_rank(self, rank: int, world_size: int) -> Inputs:
-        """What datatrove's reader reads of this input in one rank."""
+        """Returns what datatrove's reader reads of this input in one rank."""
         return self.shard(rank, world_size)
 
     def shard(self, rank: int, world_size: int) -> Inputs:
-        """Every ``world_size``-th file, from ``rank`` on."""
-        indices = range(len(self.names))[rank::world_size]
-        infos = {new: self._infos[old] for new, old in enumerate(indices) if old in self._infos}
-        return Inputs(self.folder, self.names[rank::world_size], infos)
+        """Returns every ``world_size``-th file, from ``rank`` on."""
+        names = self.names[rank::world_size]
+        infos = {name: self._infos[name] for name in names if name in self._infos}
+        return Inputs(self.folder, names, infos)
 
     def digest(self, count: int) -> Digest:
-        """The digest of the first ``count`` files."""
+        """Returns the digest of the first ``count`` files."""
         digest = Digest()
         for index in range(count):
             digest.add(self.names[index], self.known_size(index))
         return digest
 
     def check_all(self, before: State) -> None:
-        """Checks that these are exactly the files of a digest's state, also those that were not read yet.
-
-        Raises:
-            CheckpointMismatch: some are gone, new, renamed or resized.
-        """
+        """Raises CheckpointMismatch unless a digest's state is of exactly these files."""
         now = self.digest(len(self.names))
         if not now.is_of(before):
             raise CheckpointMismatch(
@@ -161,21 +155,17 @@ class Inputs:
             )
 
     def known_size(self, index: int) -> int:
-        """The size of a file that existed when the state was made.
-
-        Raises:
-            CheckpointMismatch: it is gone.
-        """
+        """Raises CheckpointMismatch if the file, which existed when the state was made, is gone."""
         try:
             return self.size(index)
         except FileNotFoundError as error:
             raise CheckpointMismatch(f"The input file {self.names[index]!r} is gone. ", remedy()) from error
 
     def check_before(self, state: State) -> Digest:
-        """Checks that the files before the state's current one are the same, and returns their digest.
+        """Returns the digest of the files before the state's current one.
 
         Raises:
-            CheckpointMismatch: one of them has changed, or the current one is gone.
+            CheckpointMismatch: one of these files has changed, or the current one is gone.
         """
         before = state["before"]
         current = state["file"]["name"]
@@ -197,7 +187,7 @@ class Inputs:
 
 
 class Digest:
-    """The digest of the files that were read to their end. Adding a file costs the same however many there are."""
+    """Number, total size and XOR of the hashes of the files that were read to their end."""
 
     def __init__(self) -> None:
         self.files = 0
@@ -213,7 +203,7 @@ class Digest:
         return {"files": self.files, "bytes": self.bytes, "all": f"{self.all:016x}"}
 
     def is_of(self, state: State) -> bool:
-        """Whether the state is of these files. States of earlier releases hold more."""
+        """States of earlier releases hold more keys."""
         return self.state().items() <= state.items()
 
     def __str__(self) -> str:
@@ -221,10 +211,7 @@ class Digest:
 
 
 def fingerprint(folder: DataFolder, name: str, size: int, whole: bool) -> str:
-    """The hash of a file's first 64 kB, and with ``whole`` of its last 64 kB, too.
-
-    The last bytes of a gzip file hold a checksum of its content, those of a Parquet file its table of contents.
-    """
+    """Hashes a file's first 64 kB, and with ``whole`` its last 64 kB, where gzip and Parquet describe the content."""
     sample = b""
     if size:
         sample = folder.cat_file(name, start=0, end=min(size, _SAMPLE))
@@ -234,20 +221,19 @@ def fingerprint(folder: DataFolder, name: str, size: int, whole: bool) -> str:
 
 
 def shuffled_names(names: Iterable[str], seed: int) -> list[str]:
-    """In an order in which files that are added move no other file."""
+    """Orders files so that files that are added move no other file."""
     return sorted(names, key=lambda name: (xxh3_64_intdigest(f"{seed}/{name}".encode()), name))
 
 
 def shorten(name: str) -> str:
-    """The name, or a hash and the end of the name if it is very long."""
+    """Replaces a very long name by its hash and its end."""
     encoded = name.encode()
     if len(encoded) <= 200:
         return name
     return f"{xxh3_64_hexdigest(encoded)}...{encoded[-160:].decode(errors='ignore')}"
 
 
-def metadata_hash(metadata: dict[str, Any] | None) -> str:
-    """A short hash of a reader's ``default_metadata``, for its state."""
+def metadata_hash(metadata: JsonObject | None) -> str:
     text = orjson.dumps(metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     return str(xxh3_64_hexdigest(text)[:8])
 
@@ -265,19 +251,18 @@ _THREADS = 16
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 
-def options_of(reader: BaseDiskReader) -> dict[str, Any]:
-    """The arguments of a reader that decide what it makes of its files."""
+def options_of(reader: BaseDiskReader) -> JsonObject:
+    """Returns the arguments of a reader that decide what it makes of its files."""
     options = {name: getattr(reader, name) for name in (*_OPTIONS, *getattr(reader, "dataset_settings", ()))}
     return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
 
 
 def record_reader(reader: BaseDiskReader, inputs: Inputs, count: int, limited: bool = False) -> ReaderRecord:
-    """Records the first ``count`` files of the input, and samples them."""
     return ReaderRecord(options_of(reader), sample_files(inputs, range(count)), limited)
 
 
 def sample_files(inputs: Inputs, indices: Sequence[int]) -> list[FileRecord]:
-    """The files as records, with the sizes that ``inputs`` knows, and with samples of now."""
+    """Records the files with the sizes that ``inputs`` knows, and with new samples."""
     if len(indices) < _THREADS:
         return [_record(inputs, index) for index in indices]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sample") as threads:
@@ -299,10 +284,10 @@ def _record(inputs: Inputs, index: int) -> FileRecord:
 
 
 def check_reachable(folder: DataFolder) -> None:
-    """The first contact with an input elsewhere. What another attempt cannot change is said by who lists it.
+    """Contacts a remote input. Errors that no retry can fix are left to the listing.
 
     Raises:
-        InputError, OSError: it could not be reached for a minute.
+        InputError, OSError: the input could not be reached for a minute.
     """
     with naming_hub_input(folder):
         try:
@@ -312,8 +297,11 @@ def check_reachable(folder: DataFolder) -> None:
                 raise
 
 
-def list_input(reader: BaseDiskReader) -> Inputs:
-    """All files of a reader's input, in the order in which datatrove deals them out to the ranks.
+def list_input(reader: BaseDiskReader, afresh: bool = True) -> Inputs:
+    """Lists all files of a reader's input, in the order in which datatrove deals them out to the ranks.
+
+    Args:
+        afresh: not from a listing that this process may keep.
 
     Raises:
         InputError: one of the files in the folder is a FIFO, a socket or a device.
@@ -326,23 +314,26 @@ def list_input(reader: BaseDiskReader) -> Inputs:
         return found
     if reader.paths_file:
         return Inputs(folder, list(get_shard_from_paths_file(reader.paths_file, 0, 1)))
-    folder.invalidate_cache()
-    options: dict[str, Any] = {"maxdepth": None if reader.recursive else 1, "detail": True}
+    if afresh:
+        folder.invalidate_cache()
+    options: JsonObject = {"maxdepth": None if reader.recursive else 1, "detail": True}
     if is_on_hub(folder):
         options["expand_info"] = False  # as DataFolder.list_files: one request instead of one per file
+    if not pattern:
+        ask = partial(folder.find, "", **options)
+    else:
+        if not has_magic(pattern):
+            pattern = f"*{pattern}"
+        ask = partial(folder.glob, pattern, **options)
     with naming_hub_input(folder):
-        if not pattern:
-            listed = folder.find("", **options)
-        elif has_magic(pattern):
-            listed = folder.glob(pattern, **options)
-        else:
-            listed = folder.glob(f"*{pattern}", **options)
+        listed = retrying.READING.run(ask, f"The input {folder.resolve_paths('')} cannot be listed")
     files = (name for name, info in listed.items() if info["type"] != "directory")
     names = sorted(name for name in files if not is_ours(name))
     # A listing does not follow symbolic links: to it they are "other", too.
-    known = {index: listed[name] for index, name in enumerate(names) if listed[name]["type"] != "other"}
+    known = {name: listed[name] for name in names if listed[name]["type"] != "other"}
     inputs = Inputs(folder, names, known)
-    for index in set(range(len(names))) - known.keys():
-        with suppress(FileNotFoundError):
-            inputs.info(index)
+    for index, name in enumerate(names):
+        if name not in known:
+            with suppress(FileNotFoundError):
+                inputs.info(index)
     return inputs

@@ -1,17 +1,16 @@
 """JSONL: plain files by byte offset, compressed ones by decompressing what was read without parsing it.
 
-Files are read as bytes, 1 MiB and the rest of its last line at a time. Lines end as in datatrove's text mode, at
-``\\n``, ``\\r\\n`` or a lone ``\\r``. ``bytes.splitlines`` knows these three, but not the Unicode line ends that
-``str.splitlines`` knows. All lines are counted, also blank and damaged ones, because the number is the default id.
+Files are read as bytes, 1 MiB and the rest of its last line at a time. ``bytes.splitlines`` splits as datatrove's text
+mode does: at ``\\n``, ``\\r\\n`` or a lone ``\\r``. All lines are counted, also blank and damaged ones, because the
+number is the default id.
 
-A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash is that of the last
-line, which is still in the processor's cache, and of the file's first 64 kB as far as they come before the position. It
-shows whether a file that has changed is unchanged up to the position: what was not read yet may be corrected. Release
+A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash covers the last line
+and the file's first 64 kB as far as they come before the position, so what was not read yet may be corrected. Release
 0.1.0 hashed the line alone, and wrote four numbers.
 
 No index is used for gzip or zstd. A state is too small for one, and an index beside the input would have to be written,
-found and trusted. Decompressing costs 9 s of CPU per million documents of 2 kB for gzip (3 s if ``isal`` is installed,
-which fsspec then uses) and 1 s for zstd. It runs while the server starts, which takes longer.
+found and trusted. Decompressing costs 9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s for
+zstd, while the server starts.
 """
 
 from __future__ import annotations
@@ -116,12 +115,12 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             extent.end = offset
 
     def parse_row(self, line: bytes, name: str, id_in_file: int | str) -> Row | None:
-        """The object of a line; None if the line is blank or damaged. A damaged one is counted as in ``run``."""
+        """Returns the object of a line; None if the line is blank or damaged, which is counted as in ``run``."""
         parsed = self._parse(line, name, id_in_file, lambda row, *_: row)
         return parsed if isinstance(parsed, dict) else None
 
     def _parse(self, line: bytes, name: str, id_in_file: int | str, make: Callable[..., Any] | None = None) -> Any:
-        """The document of a line, or why it has none; None for a blank line. ``make``: of a row, instead of this."""
+        """Returns a document, or why a line has none; None for a blank line. ``make``: what to make of a row."""
         began = time.perf_counter()
         try:
             data = orjson.loads(line)
@@ -147,7 +146,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             self._parsing += time.perf_counter() - began
 
     def _timed(self, blocks: Iterator[T]) -> Iterator[T]:
-        """Yields the blocks. The stats get the time that ``_parse`` took for a block: each line would cost too much."""
+        """Yields the blocks, and adds the time of ``_parse`` to the stats by block: by line would cost too much."""
         for block in blocks:
             self._parsing = 0.0
             try:
@@ -183,7 +182,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     @contextmanager
     def _open(self, name: str) -> Iterator[IO[bytes]]:
-        """The decompressed file."""
         codec = self._codec(name)
         with ExitStack() as stack:
             # The adapter runs inside, and may ask others than the hub.
@@ -232,10 +230,10 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         return bool(with_head)
 
     def _skip(self, file: IO[bytes], offset: int, name: str) -> bytes:
-        """Goes from the beginning of the content to ``offset``. Returns its first bytes, at most 64 kB of them."""
+        """Goes from the beginning of the content to ``offset``. Returns at most its first 64 kB."""
         is_plain = self._codec(name) is None
         if is_plain and offset > _HEAD and not self.data_folder.is_local():
-            # A request of its own: a remote file would download a whole block, of 50 MB for S3, at its beginning.
+            # A remote file would download a whole block at its beginning, of 50 MB for S3.
             file.seek(offset)
             return bytes(self.data_folder.cat_file(name, start=0, end=_HEAD))
         head = _read_exactly(file, min(offset, _HEAD), name)
@@ -261,7 +259,7 @@ def _holds_objects(data: object) -> bool:
 
 
 def _opens_array(line: bytes) -> bool:
-    """Whether a line begins a JSON array of objects: ``[``, or the first elements as well."""
+    """Returns whether a line begins a JSON array of objects: ``[``, or the first elements as well."""
     if not line.startswith(b"["):
         return False
     try:

@@ -1,21 +1,20 @@
-"""Explains an input that has content but no document: what its first row looks like, and which setting to change.
-
-Used when nothing was found, so the file is opened once more and as little as possible is assumed about it.
-"""
+"""Explains an input that has content but no document: its first row, and which setting to change."""
 
 from __future__ import annotations
 
 import codecs
 import csv
 import io
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 import orjson
 from datatrove.io import DataFolder
 from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
 from fsspec.spec import AbstractBufferedFile
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.compressed import codec_of, decompressed
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MAX_LINE_BYTES = 2**28
-"""Of a line of JSONL, or a field of CSV. A file of zeros that was compressed is one line, a thousand times as large."""
+"""Of a line of JSONL, or a field of CSV. A compressed file of zeros is one line, a thousand times as large."""
 # Python's own limit, which holds for the whole process, is 128 kB.
 csv.field_size_limit(MAX_LINE_BYTES)
 _BLOCK = 2**16
@@ -41,15 +40,13 @@ class NoDocument(InputError):
 
 
 def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bool) -> None:
-    """For a reader that found no document at all, and a file of its input that is not empty.
-
-    A file without rows is accepted, and so is one whose rows have an empty text: nothing is wrong with the settings.
+    """Refuses a file that is not empty, of a reader that found no document at all.
 
     Args:
         damaged: one of its lines was no JSON object.
 
     Raises:
-        NoDocument: always, but for such a file.
+        NoDocument: always, but for a file without rows, or whose rows have an empty text.
     """
     folder = reader.data_folder.path
     text = explain(reader, name, damaged)
@@ -57,28 +54,20 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
         raise NoDocument(f"This task's input holds no document, although {name!r} in {folder} is not empty. {text}")
 
 
-def read_line(file: Any, size: int = MAX_LINE_BYTES) -> bytes:
-    """The next line of a file, or its first ``size`` bytes."""
+def read_line(file: IO[bytes], size: int = MAX_LINE_BYTES) -> bytes:
+    """Reads the next line of a file, or its first ``size`` bytes."""
     if isinstance(file, AbstractBufferedFile):  # fsspec's readline takes no size
         return bytes(file.readline())
     return bytes(file.readline(size))
 
 
 def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
-    """For a file with a line that is, or begins, a JSON array of objects.
-
-    Raises:
-        InputError: always.
-    """
+    """Raises InputError for a file with a line that is, or begins, a JSON array of objects."""
     raise InputError(f"The input file {name!r} in {reader.data_folder.path} holds a JSON array. {_ARRAY_ADVICE}")
 
 
 def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
-    """What a file that gave no document looks like, and what to do; "" if its rows have no text, or if it has none.
-
-    Args:
-        damaged: one of its lines was no JSON object.
-    """
+    """Describes a file that gave no document, with advice; "" if it has no rows, or if these have an empty text."""
     folder: DataFolder = reader.data_folder
     with folder.open(name, "rb", compression=None) as file:
         magic = file.read(6)
@@ -104,7 +93,7 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
         )
 
 
-def _explain_row(reader: BaseDiskReader, row: dict[str, Any] | None, damaged: bool) -> str:
+def _explain_row(reader: BaseDiskReader, row: JsonObject | None, damaged: bool) -> str:
     if row is None:
         return ""
     keys = ", ".join(map(repr, list(row)[:_SHOWN_KEYS]))
@@ -115,7 +104,7 @@ def _explain_row(reader: BaseDiskReader, row: dict[str, Any] | None, damaged: bo
     return f"No row has a text under text_key={reader.text_key!r}. The first row has the keys {keys}. {_RUN_AGAIN}"
 
 
-def _explain_text(file: Any, reader: BaseDiskReader, damaged: bool) -> str:
+def _explain_text(file: IO[bytes], reader: BaseDiskReader, damaged: bool) -> str:
     if isinstance(reader, CSVReader):
         lines = codecs.iterdecode(file, "utf-8", "replace")
         return _explain_row(reader, next(csv.DictReader(lines), None), damaged)
@@ -136,11 +125,11 @@ def _explain_text(file: Any, reader: BaseDiskReader, damaged: bool) -> str:
     return text and f"It begins with {text[:_SHOWN_CHARACTERS]!r}. {advice}"
 
 
-def _first_table_row(file: Any, magic: bytes) -> dict[str, Any] | None:
+def _first_table_row(file: IO[bytes], magic: bytes) -> JsonObject | None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    batches: Any
+    batches: Iterable[pa.RecordBatch]
     if magic.startswith(b"PAR1"):
         batches = pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=1)
     elif magic.startswith(b"\xff"):
@@ -150,6 +139,6 @@ def _first_table_row(file: Any, magic: bytes) -> dict[str, Any] | None:
         batches = (table.get_batch(number) for number in range(table.num_record_batches))
     for batch in batches:
         if batch.num_rows:
-            row: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
+            row: JsonObject = batch.slice(0, 1).to_pylist()[0]
             return row
     return None

@@ -1,7 +1,7 @@
-"""The readers of files in a pipeline, found through its generators: each holds its step and the generator before it.
+"""Finds the readers of files in a pipeline through its generators: each holds its step and the generator before it.
 
-For readers that do not seek, this module does what ours do themselves: it notes their files, and refuses an input in
-which they found no document. It cannot count the rows that they skip.
+For readers that do not seek, this module notes their files, and refuses an input in which they found no document. It
+cannot count the rows that they skip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datatrove_ckpt.readers.step_records import StepRecord
 
 
 def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """The steps that make these documents, the last one first: step (None for a function), its name, its arguments."""
+    """Yields the steps that make these documents, the last one first: step (None: a function), name, arguments."""
     while isinstance(documents, types.GeneratorType) and documents.gi_frame is not None:
         names = documents.gi_frame.f_locals
         step = names.get("self")
@@ -37,7 +37,7 @@ def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict
 
 
 def name_file(error: BaseException) -> BaseException:
-    """Names the file in which a reader that does not seek found no UTF-8, or no CSV; else the error as it is."""
+    """Names the file in which a reader that does not seek found no UTF-8, or no CSV."""
     if not isinstance(error, UnicodeDecodeError | csv.Error):
         return error
     trace = error.__traceback__
@@ -71,27 +71,23 @@ class PipelineReaders:
 
     @property
     def count(self) -> int:
-        """How many readers of files there are; 1 if none is known, because a step may hide it."""
+        """The number of readers of files; 1 if none is known, because a step may hide it."""
         return max(1, len(self._readers))
 
     def start(self) -> None:
-        """Notes the files of the readers that do not seek. To be called before anything is read.
-
-        Raises:
-            OSError: the input cannot be read.
-        """
+        """Notes the files of the readers that do not seek, before anything is read. Raises OSError."""
         for reader in self._readers:
             if isinstance(reader, _PlainReader):
                 reader.start()
 
     def finish(self, reading: Reading) -> ShardRecord | None:
-        """What was read, once the last document has come; None if neither readers of files nor the pipeline are known.
+        """Returns what was read, after the last document; None if neither readers nor the pipeline are known.
 
         Raises:
             InputError: a reader that does not seek found no document, although its files have content.
         """
         starts = iter(reading.starts)
-        seen: list[Any] = self._readers or [None] * len(reading.starts)  # a step may hide the readers before it
+        seen: Sequence[object] = self._readers or [None] * len(reading.starts)  # a step may hide the readers before it
         records: list[ReaderRecord] = []
         for reader in seen:
             if isinstance(reader, _PlainReader):
@@ -108,7 +104,7 @@ class PipelineReaders:
 
 
 class _PlainReader:
-    """A reader that does not seek, seen from outside."""
+    """A reader that does not seek."""
 
     def __init__(self, reader: BaseDiskReader, rank: int, world_size: int) -> None:
         self._reader = reader
@@ -135,7 +131,7 @@ class _PlainReader:
         return record_reader(reader, self._inputs, len(self._inputs.names))
 
     def _documents(self) -> int:
-        """How many documents the reader has yielded, by datatrove's stats."""
+        """Returns the number of documents that the reader has yielded, from datatrove's stats."""
         metric = self._reader.stats.stats.get("documents")
         if metric is None:
             return 0

@@ -1,12 +1,11 @@
 """How a position gets from a reader to the checkpoint, and how a saved position finds its reader again.
 
-From the reader: on the document, in a slot that is not one of the dataclass's fields. Filters pass it on, and writers
-do not see it. A position costs one tuple per document; the state is built only for documents whose position is saved.
+A document carries its position in a slot that is no field of the dataclass: filters pass it on, and writers do not see
+it. It costs one tuple per document; the state is built only when a position is saved.
 
-Back to the reader: datatrove gives a step a lazy generator, so the readers of a pipeline start at the first ``next``,
-one after the other, all in the thread that reads. They find a ``Reading`` in that thread. They number themselves in the
-order of starting, and a state names the number of its reader. An attribute of the step would be simpler, but one step
-object may run several ranks, and a pipeline may have several readers.
+datatrove gives a step a lazy generator, so the readers of a pipeline start at the first ``next``, one after the other,
+and find a ``Reading`` in their thread. A state has the number of its reader, in the order of starting. An attribute of
+the step would be simpler, but one step object may run several ranks, and a pipeline may have several readers.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.skipped import Skipped, SkippedLines
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reached
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord
 
-State: TypeAlias = dict[str, Any]
-"""The state of a reader: plain JSON values."""
+State: TypeAlias = JsonObject
+"""The state of a reader."""
 
 PLAIN_INTEGER = 2**53 - 1  # every JSON reader keeps integers up to this one exactly
 
@@ -37,23 +37,20 @@ FilePosition: TypeAlias = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class FileState:
-    """The part of a state that all documents of one file in one run share.
-
-    ``input`` and ``file``: how large they are, for people; None: not known.
-    """
+    """The part of a state that all documents of one file share. ``input`` and ``file``: their sizes, if known."""
 
     shared: State
     input: InputExtent | None = None
     file: FileExtent | None = None
 
     def state(self, position: Position) -> State:
-        """The reader's state at the position, which is in this file."""
+        """Returns the reader's state at a position in this file."""
         _, documents, _, file_position, skipped = position
         at = [number & PLAIN_INTEGER for number in file_position]
         return self.shared | {"documents": documents, "at": at, "skipped": list(skipped)}
 
     def reached(self, position: Position) -> Reached:
-        """How much of the reader's input comes before the position, which is in this file."""
+        """Returns how much of the reader's input comes before a position in this file."""
         if self.input is None or self.file is None:
             return UNKNOWN
         return self.input.reached(self.file, position[3], position[1])
@@ -86,12 +83,12 @@ class PositionedDocument(Document):  # type: ignore[misc, unused-ignore]
 
 
 def position_of(document: Document) -> Position | None:
-    """None if the document was made by another reader, or made anew by a step."""
+    """Returns None if another reader or a step made the document."""
     return getattr(document, "position", None)
 
 
 def position_state(document: Document) -> State | None:
-    """The state of the document's reader right after this document, or None if it has no position."""
+    """Returns the reader's state right after this document, or None if the document has no position."""
     position = position_of(document)
     return position and position[2].state(position)
 
@@ -114,9 +111,7 @@ class Reading:
 
     @property
     def resumed(self) -> bool:
-        """Whether the readers resumed from the state. Decided once the first ``next`` returned or raised.
-
-        False: no reader in the pipeline can seek, so it starts at the beginning.
+        """Whether the readers resumed from the state, after the first ``next``. False: none of them can seek.
 
         Raises:
             CheckpointMismatch: a reader yielded nothing because a later one should resume, but there is no later one.
@@ -131,7 +126,6 @@ class Reading:
         return self._resumed
 
     def start_reader(self) -> ReaderStart:
-        """How the reader that starts now starts."""
         number = len(self.starts)
         start = ReaderStart(number, None, self._earlier, skipped=self.skipped)
         self.starts.append(start)
@@ -152,7 +146,7 @@ class Reading:
 
     @property
     def skipped(self) -> SkippedLines:
-        """How many lines the readers have skipped so far, in this attempt and the earlier ones."""
+        """The lines that the readers have skipped so far, in all attempts."""
         if not self.starts:
             return SkippedLines()
         return self.starts[-1].skipped
@@ -170,13 +164,13 @@ class ReaderStart:
     """How one reader starts.
 
     Attributes:
-        number: the reader's number among the readers of the pipeline, from 0.
+        number: of the reader in the pipeline, from 0.
         state: where to resume, or None.
-        earlier: the digest of what each reader before this one has read. A reader adds its own when it has finished.
-        finished_digest: the digest of what this reader read, if it had finished before the state was saved; else None.
-        skipped: lines skipped so far by this reader and those before it. The reader adds to it.
+        earlier: the digest of each finished reader's input, in order.
+        finished_digest: the digest of this reader's input, if it had finished before the state was saved; else None.
+        skipped: lines skipped so far by this reader and earlier ones.
         skipped_in: files in which this reader has skipped lines, and whether one of them was damaged.
-        record: makes the record of what the reader has read; None before it has finished.
+        record: makes the record of the reader's input; None before the reader has finished.
     """
 
     number: int = 0
@@ -188,11 +182,11 @@ class ReaderStart:
     record: Callable[[], ReaderRecord] | None = None
 
     def first_in_file(self, documents: int) -> int:
-        """How many documents come before the state's file; ``documents`` if an earlier release made the state."""
+        """Returns the number of documents before the state's file; ``documents`` for states of earlier releases."""
         return int((self.state or {}).get("file", {}).get("first", documents))
 
     def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:
-        """Called at the end of a file, with what was skipped before it. Says it of a file that gave no document."""
+        """Notes skipped lines at the end of a file, and warns of a file without documents."""
         if self.skipped == before:
             return
         self.skipped_in[name] = self.skipped.damaged > before.damaged
@@ -201,7 +195,7 @@ class ReaderStart:
 
 
 def start_reader(loaded: State | None) -> ReaderStart:
-    """Called by each reader when it starts. ``loaded`` is the state that its ``load_state_dict`` got."""
+    """Decides how a reader starts. ``loaded``: the state from its ``load_state_dict``."""
     if not _thread.readings:
         return ReaderStart(state=loaded, skipped=saved_skipped(loaded))
     start = _thread.readings[-1].start_reader()
@@ -212,14 +206,13 @@ def start_reader(loaded: State | None) -> ReaderStart:
 
 
 def job_revisions() -> Revisions | None:
-    """The commits that the job reads for which this thread reads."""
     if not _thread.readings:
         return None
     return _thread.readings[-1].revisions
 
 
 def in_pipeline() -> bool:
-    """Whether this thread reads for a runner, and not for a program of the user's."""
+    """Returns whether this thread reads for a runner, and not for a training."""
     return bool(_thread.readings)
 
 

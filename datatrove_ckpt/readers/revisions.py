@@ -1,15 +1,12 @@
 """The commits of hub datasets that all ranks of a job read.
 
-A branch moves. Ranks that start at different times, or again, would then read different files, and documents would be
-lost or doubled. So the first rank that needs the commit of a branch or tag keeps it in the checkpoint folder of the
-job, and all others use that one. Without a folder, a rank asks by itself.
-
-A file of its own per dataset, made by a hard link: the first one wins, and nobody sees half of it.
+A branch moves. Ranks that start at different times would then read different files, and documents would be lost or
+doubled. So the first rank keeps the commit of a branch or tag in the checkpoint folder of the job, and all others use
+that commit. The file is made by a hard link: the first one wins, and is never seen in part.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from collections.abc import Callable
@@ -18,16 +15,17 @@ from pathlib import Path
 import orjson
 from xxhash import xxh3_64_hexdigest
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Resolve = Callable[[], str | None]
-"""Asks the hub for the commit; None if it cannot be told, such as offline."""
+"""Asks the hub for the commit; None: offline."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision is the full name of a commit, which never moves."""
+    """Returns whether a revision is the full name of a commit."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
@@ -42,10 +40,10 @@ class Revisions:
         self._folder = folder
 
     def commit(self, dataset: str, revision: str, resolve: Resolve) -> str | None:
-        """The commit that this job reads as ``revision`` of the dataset. Asks the hub only once per job.
+        """Returns the commit that this job reads as ``revision`` of the dataset. Asks the hub only once per job.
 
         Raises:
-            CheckpointCorrupt: what was kept cannot be read.
+            CheckpointCorrupt: the kept commit cannot be read.
         """
         path = self._folder / f"dataset_{xxh3_64_hexdigest(f'{dataset}@{revision}'.encode())}.json"
         kept = self._read(path)
@@ -74,17 +72,9 @@ class Revisions:
         )
 
     def _keep(self, path: Path, content: dict[str, str]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        files.disk.make_dirs(self._folder)
         staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # processes of two nodes may have one id
-        with staged.open("wb") as file:
-            file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(staged, path)
-        except FileExistsError:
-            pass  # another rank was first
-        except OSError:  # a file system without hard links
-            staged.replace(path)
-        finally:
-            staged.unlink(missing_ok=True)
+        data = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        files.disk.write_new(staged, [data], files.PUBLIC_FILE)
+        files.disk.put_new(staged, path)  # unless another rank was first
+        files.disk.remove(staged)

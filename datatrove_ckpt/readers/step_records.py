@@ -1,26 +1,25 @@
 """Describes the steps before a runner, so that a finished rank can tell that it read its input through other steps.
 
-A false alarm would refuse a good run, so only what cannot change by itself is described. A step is named by its
-package and class. Settings are kept of steps that hold no state, and only plain values. A reader is named by what it
-is, because its options and files are recorded elsewhere.
+A false alarm would refuse a good run, so only what cannot change by itself is described: package and class of a step,
+and the plain settings of steps that hold no state. The options and files of readers are recorded elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import orjson
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import secrets_among
 
 STATELESS_PACKAGES = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
-"""Packages of datatrove whose steps look at one document at a time."""
+"""Packages whose steps process one document at a time."""
 
 _DOCUMENTS = "documents"
 _NO_SETTINGS = {"name", "type", "stats"}
@@ -32,17 +31,16 @@ class StepRecord:
     """One step: package and class; "reader"; the name of a function; or "documents" for a list of documents."""
 
     name: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
 
 
 def describe_pipeline(steps: Sequence[object], code_of: Callable[[object], dict[str, str]]) -> list[StepRecord]:
-    """For the steps before a runner, as the executor has them. Each has a name, and the user's have their code.
+    """Describes the steps before a runner, as the executor has them.
 
-    The package of a function is left out, because a script that is imported has another one, and so are the functions
-    in which it is defined.
+    The package of a function is left out, because an imported script has another one, and so are enclosing functions.
 
     Args:
-        code_of: gives hashes of the code of a function or class, by name; none for those of packages.
+        code_of: returns hashes of the code of a user's function or class, by name.
     """
     return [_describe_listed(step, code_of) for step in steps]
 
@@ -52,7 +50,7 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
         step = step.func
     if not isinstance(step, PipelineStep) and not callable(step):
         return StepRecord(_DOCUMENTS)
-    described: Any = step if hasattr(step, "__qualname__") else type(step)
+    described: Callable[..., object] = step if callable(step) and hasattr(step, "__qualname__") else type(step)
     code = code_of(described)
     if isinstance(step, BaseDiskReader):
         return StepRecord("reader", code)
@@ -68,9 +66,9 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
     return StepRecord(f"{package}.{cls.__qualname__}", settings | code)
 
 
-def plain_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that JSON can express, without secrets. A long value is replaced by its hash."""
-    found: dict[str, Any] = {}
+def plain_settings(values: Mapping[str, object]) -> JsonObject:
+    """Keeps the values that JSON can express, without secrets. A long value is replaced by its hash."""
+    found: JsonObject = {}
     for name, value in values.items():
         if name.startswith("_") or any(True for _ in secrets_among(name, value)):
             continue
@@ -86,7 +84,7 @@ def plain_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> list[str]:
-    """What differs, step by step; empty if nothing does. Settings that only one of both has are not compared."""
+    """Lists what differs, step by step. Settings that only one of both has are not compared."""
     if [step.name for step in then] != [step.name for step in now]:
         return [f"then: {_names(then)}", f"now: {_names(now)}"]
     return [

@@ -1,13 +1,10 @@
 """The stats of the steps before the runner, over all attempts of a rank.
 
-After a resume that seeks, these steps see only the remaining documents. So a saved position holds what their stats were
-right after its document, and the next attempt adds that to its own in the end. After a resume that counts, they see all
-documents again, and there is nothing to add.
+After a resume that seeks, these steps see only the remaining documents. So a saved position holds their stats right
+after its document, and the next attempt adds its own. After a resume that counts, they see all documents again.
 
-What was counted after the last document of the input belongs to no later position. So the last position holds the stats
-at the end of the input, and says so: an attempt that finds no document after it adds nothing of its own.
-
-A retry of dead letters does not run these steps. ``shard.json`` keeps for it what they counted in the rank.
+The last position holds the stats at the end of the input (``ended``): an attempt that finds no document after it adds
+nothing of its own. A retry of dead letters does not run these steps: ``shard.json`` keeps their stats for it.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import math
 from collections.abc import Iterable
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from datatrove.data import Document
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats
@@ -27,13 +24,12 @@ from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.positions import State
 
 STATS = "stats"
-"""Where a position holds them. Readers do not look at it."""
 
 
 class StepStats:
     """The steps that make these documents, with stats that begin at zero. Made before the first document is read.
 
-    datatrove runs several ranks with one step object (``tasks_per_job``), and would count the ranks together.
+    datatrove would count the ranks that share one step object (``tasks_per_job``) together.
     """
 
     def __init__(self, documents: Iterable[Document]) -> None:
@@ -46,7 +42,7 @@ class StepStats:
             step.stats = Stats(step.stats.name)
 
     def resume(self, state: State) -> None:
-        """This attempt resumed at the position ``state`` by seeking."""
+        """Continues the stats of the position at which this attempt resumed by seeking."""
         if not self._take(state) and self._steps:
             logger.warning(
                 "The stats of the steps before InferenceRunner count this attempt only: an earlier release, or another "
@@ -54,7 +50,7 @@ class StepStats:
             )
 
     def restore(self, shard: Path) -> None:
-        """Gives the steps what they counted when the rank read its input, from its ``shard.json``."""
+        """Gives the steps the stats that the rank's ``shard.json`` keeps."""
         if not self._take(read_shard(shard)) and self._steps:
             logger.warning(
                 "The stats of the steps before InferenceRunner are empty: an earlier release, or another pipeline, has "
@@ -71,34 +67,31 @@ class StepStats:
         return self._known
 
     def at_end(self, read: int) -> State:
-        """For ``shard.json``: what ``finish`` gives the steps. Empty if it is not known."""
+        """Returns the final stats for ``shard.json``; empty if they are not known."""
         if not self._known:
             return {}
-        steps = zip(self._names(), self._totals(read), strict=True)
-        return {STATS: {"ended": True, "steps": [[name, _to_json(metrics)] for name, metrics in steps]}}
+        return {STATS: self._state(True, self._totals(read))}
 
     def saved(self, ended: bool = False) -> State | None:
-        """The stats of all attempts up to now, as plain JSON; None if they are not known.
-
-        Args:
-            ended: the input has ended.
-        """
+        """Returns the stats of all attempts so far; None if they are not known. ``ended``: the input has ended."""
         if not self._known:
             return None
-        metrics = [_to_json(_sum(*each)) for each in zip(self._earlier, self._now(), strict=True)]
-        return {"ended": ended, "steps": [list(each) for each in zip(self._names(), metrics, strict=True)]}
+        return self._state(ended, map(_sum, self._earlier, self._now()))
+
+    def _state(self, ended: bool, totals: Iterable[MetricStatsDict]) -> State:
+        steps = zip(self._names(), map(_to_json, totals), strict=True)
+        return {"ended": ended, "steps": list(map(list, steps))}
 
     def finish(self, read: int) -> None:
-        """Gives the steps the stats of all attempts. The input has ended, after ``read`` documents of this attempt."""
+        """Gives the steps the stats of all attempts, after ``read`` documents of this attempt, at the end of input."""
         for step, total in zip(self._steps, self._totals(read), strict=True):
             step.stats.stats = total
         self._earlier = [MetricStatsDict() for _ in self._steps]
 
     def _totals(self, read: int) -> list[MetricStatsDict]:
-        later = self._now()
         if self._ended and not read:
-            later = [MetricStatsDict() for _ in self._steps]
-        return [_sum(*each) for each in zip(self._earlier, later, strict=True)]
+            return self._earlier
+        return list(map(_sum, self._earlier, self._now()))
 
     def _names(self) -> list[str]:
         return [step.stats.name for step in self._steps]
@@ -108,7 +101,6 @@ class StepStats:
 
 
 def _sum(earlier: MetricStatsDict, later: MetricStatsDict) -> MetricStatsDict:
-    """Of each metric. Those of one side only stay as they are."""
     if not earlier:
         return later
     both = dict(earlier)
@@ -120,7 +112,7 @@ def _sum(earlier: MetricStatsDict, later: MetricStatsDict) -> MetricStatsDict:
 
 
 def _to_json(metrics: MetricStatsDict) -> State:
-    """Leaves out metrics of which a number is not finite, which JSON cannot hold."""
+    """Leaves out metrics with a number that is not finite, which JSON cannot hold."""
     found = {}
     for name, metric in list(metrics.items()):
         numbers = (metric.total, metric.n, metric.mean, metric._running_variance, metric.min, metric.max)
@@ -129,7 +121,7 @@ def _to_json(metrics: MetricStatsDict) -> State:
     return found
 
 
-def _plain(number: Any) -> float:
+def _plain(number: SupportsFloat) -> float:
     """Steps may count in NumPy's types."""
     if isinstance(number, Integral):
         return int(number)

@@ -1,13 +1,10 @@
 """Parquet by row group and row, Arrow IPC by record batch and row.
 
-A ``FilePosition`` is (group, rows of it, documents of the file so far). A group is a row group or a record batch. The
-number of documents is needed because datatrove's default id counts documents with text, not rows. Groups before the
-position are not read (those of an IPC stream are read, but not converted). In the position's own group, earlier rows
-are decoded and dropped.
+A ``FilePosition`` is (group, rows of it, documents of the file so far). A group is a row group or a record batch.
+datatrove's default id counts documents with text, not rows. Groups before the position are not read (in an IPC stream:
+not converted). In the position's own group, earlier rows are decoded and dropped.
 
-Rows become Python objects a thousand at a time, because a record batch may be a whole file. Local Arrow files are
-mapped into memory, so a batch costs what is used of it.
-
+Rows become Python objects a thousand at a time, because a record batch may be a whole file.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
@@ -30,7 +26,7 @@ from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
-from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, Row
+from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, ReadResult, Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,7 +39,6 @@ Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 def opened(folder: DataFolder, name: str) -> IO[bytes]:
-    """The file, whose reads are repeated if it is a remote one."""
     with naming_hub_input(folder, name):
         if folder.is_local():
             return cast("IO[bytes]", folder.open(name, "rb"))
@@ -55,8 +50,7 @@ _FILE_MARK = b"ARROW1"
 _STREAM_MARK = b"\xff\xff\xff\xff"
 
 
-def map_or_open(folder: DataFolder, name: str) -> Any:
-    """A local file as memory, or a remote one whose reads are repeated."""
+def map_or_open(folder: DataFolder, name: str) -> pa.NativeFile | IO[bytes]:
     import pyarrow as pa
 
     if not folder.is_local():
@@ -65,10 +59,10 @@ def map_or_open(folder: DataFolder, name: str) -> Any:
 
 
 def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
-    """Whether an opened file is an Arrow stream, as ``datasets`` writes it, and not a file with a table of contents.
+    """Returns whether an opened file is an Arrow stream, as ``datasets`` writes it, and no file with a footer.
 
     Args:
-        stream: what the reader was told. It decides for the streams of old releases of Arrow, which have no mark.
+        stream: the reader's argument. It decides for the streams of old releases of Arrow, which have no mark.
 
     Raises:
         InputError: the file is neither.
@@ -90,28 +84,22 @@ _Rows = TypeVar("_Rows", "pa.Table", "pa.RecordBatch")
 
 
 def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
-    """The rows with these numbers. pyarrow does not take values of each type, as string views; this does."""
+    """Takes rows by their numbers, also of types that pyarrow cannot take: string views, run-end encoding."""
     import pyarrow as pa
 
-    numbers = np.asarray(rows, dtype=np.int64)
+    numbers = pa.array(np.asarray(rows, dtype=np.int64))
     try:
-        return table.take(pa.array(numbers))
+        return table.take(numbers)
     except pa.ArrowNotImplementedError:
         columns = []
         for column in table.columns:
             if isinstance(column, pa.ChunkedArray):
                 column = column.combine_chunks()
-            columns.append(take_values(column, numbers))
+            try:
+                columns.append(column.take(numbers))
+            except pa.ArrowNotImplementedError:
+                columns.append(pa.array([column[int(row)].as_py() for row in rows], column.type))
         return type(table).from_arrays(columns, schema=table.schema)
-
-
-def take_values(chunk: Any, rows: Numbers) -> Any:
-    import pyarrow as pa
-
-    try:
-        return chunk.take(pa.array(rows))
-    except pa.ArrowNotImplementedError:  # string views, run-end encoding
-        return pa.array([chunk[row].as_py() for row in rows.tolist()], chunk.type)
 
 
 _CONVERTED_ROWS = 1000
@@ -122,57 +110,47 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class RetryingFile:
-    """A remote file opened for reading, whose reads are repeated."""
+    """A remote file whose reads are repeated."""
 
-    def __init__(self, file: Any, name: str) -> None:
+    def __init__(self, file: IO[bytes], name: str) -> None:
         self._file = file
         self._name = name
 
     def read(self, size: int = -1) -> bytes:
         return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)
 
 
 class _TableReader(SeekingReader):
     @contextmanager
-    def _opened(self, name: str, open_file: Callable[[DataFolder, str], Any] = opened) -> Iterator[Any]:
+    def _opened(self, name: str, open_file: Callable[[DataFolder, str], IO[bytes]] = opened) -> Iterator[IO[bytes]]:
         with closing(open_file(self.data_folder, name)) as file, naming_hub_input(self.data_folder, name):
             yield file
 
     @abstractmethod
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
-        """From (group, row) on: group, number of the batch's first row in it, batch. No batch spans two groups."""
+        """Yields, from (group, row) on, group, number of the batch's first row in it, batch.
+
+        No batch spans two groups.
+        """
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         group, row, number = file_position or (0, 0, 0)
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
-            rows = range(row, row + batch.num_rows)
-            for document, row in self._convert(batch, rows, name, group, number):
-                number += document is not Skipped.WITHOUT_TEXT
-                yield document, (group, row + 1, number)
-
-    def _convert(
-        self, batch: Batch, rows: Sequence[int], name: str, group: int, number: int | None
-    ) -> list[tuple[Document | Skipped, int]]:
-        """The documents of a batch, each with its row. ``number`` is the first document's, for default ids.
-
-        If ``number`` is None, default ids are made of group and row.
-        """
-        documents: list[tuple[Document | Skipped, int]] = []
-        with self.track_time("batch"):
-            for row, data in zip(rows, batch.to_pylist(), strict=True):
-                id_in_file = f"@{group}.{row}" if number is None else number
-                document = self.get_document_from_dict(data, name, id_in_file)
-                documents.append((document or Skipped.WITHOUT_TEXT, row))
-                if number is not None:
+            documents: list[ReadResult] = []
+            with self.track_time("batch"):
+                for data in batch.to_pylist():
+                    document = self.get_document_from_dict(data, name, number)
                     number += document is not None
-        return documents
+                    row += 1
+                    documents.append((document or Skipped.WITHOUT_TEXT, (group, row, number)))
+            yield from documents
 
 
 def _fitting(most: int, rows: int, size: int) -> int:
-    """How many rows to take at once, if ``rows`` of them have ``size`` bytes."""
+    """Returns how many rows to take at once, if ``rows`` of them have ``size`` bytes."""
     return max(1, min(most, rows * _BATCH_BYTES // max(1, size)))
 
 
@@ -211,9 +189,9 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _open(self, name: str) -> Iterator[pq.ParquetFile]:
         import pyarrow.parquet as pq
 
-        # Without a buffer, all of a row group's column is read at once; of a remote file, this saves requests.
+        # Without a buffer, a row group's column is read at once, which saves requests of a remote file.
         size = _BUFFER_BYTES if self.data_folder.is_local() else 0
-        # Pre-buffering, pyarrow's default since version 26, would read a row group's columns as a whole, always.
+        # Pre-buffering, pyarrow's default since version 26, would always read whole columns of a row group.
         options = {"buffer_size": size, "pre_buffer": False}
         with naming_damage(name), self._opened(name) as file, pq.ParquetFile(file, **options) as parquet_file:
             yield parquet_file
@@ -286,7 +264,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         super().__init__(**datatrove_arguments(locals()))
 
     def _groups(self, name: str, first: int) -> Iterator[tuple[int, Batch]]:
-        """The record batches from the ``first`` on, counted from 0, each after its number."""
+        """Yields the record batches from the ``first`` on, each after its number."""
         import pyarrow as pa
 
         with naming_damage(name), self._opened(name, map_or_open) as file:
@@ -317,7 +295,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
 
 
 def _check_end_of_stream(file: IO[bytes]) -> None:
-    """pyarrow takes a stream that was cut between two batches for a whole one, and reads the first of several."""
+    """Raises EOFError where pyarrow sees nothing: at a stream cut between two batches, and before a second stream."""
     if file.read(1):
         raise EOFError("other bytes follow the end of its stream")
     size = file.tell()

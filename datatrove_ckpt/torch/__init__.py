@@ -3,25 +3,25 @@
     dataset.py     ReaderDataset, restore(); start reading here
     topology.py    which worker reads which positions of an epoch
     order.py       which row stands at which position
-    epoch.py       an iteration of a worker: what it reads, from the settings and the state, and the reading
+    epoch.py       an iteration of a worker
     index.py       the rows of an input by number
     blocks.py      BlockInput: the input as blocks of rows; row_counts.py keeps their numbers, unified.py has one schema
     block_file.py  a file as blocks; parquet_blocks.py, arrow_blocks.py and line_blocks.py: one format each
     batches.py     rows taken out of batches; samples.py: rows as dicts and arrays
-    states.py      states of ReaderDataset; merging.py: states of all workers together, of Pack and Mix, too
-    seals.py       checksums of states, and files that hold them
+    states.py      states of ReaderDataset; merging.py: states of all workers together
+    seals.py       checksums of states
     packing.py     Pack: rows of tokens as samples of one length
     mixing.py      Mix: several sources, drawn by weight
-    stateful.py    what these two and ReaderDataset share: iterations, numbers in shared memory
+    stateful.py    iterations of Pack, Mix and ReaderDataset, numbers in shared memory
 
     checkpoints.py  TrainingCheckpoints: all states of a training, saved together
     steps.py        the folders of saved steps
-    sharded.py      states of which each rank has a part, and what a save looks at in the others
-    snapshot.py     what a save copies while the training waits
-    workers.py      what signals do to the workers of loaders
-    ranks.py        what ranks tell each other
+    sharded.py      states of which each rank has a part
+    snapshot.py     copies of states in memory
+    workers.py      the workers of loaders
+    ranks.py        how ranks agree
 
-``TrainingCheckpoints`` needs torch. It is imported at its first use, so that the rest can be used without torch.
+``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest can be used without torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,41 +1,38 @@
 """Arrow IPC as blocks: a slice of a record batch, of which only the slice is read from the disk.
 
 A record batch may be a whole file. Local files are mapped into memory, so a slice of a batch costs its own pages. A
-batch with compressed buffers, or of a remote file, is read as a whole, but only its columns that are asked for.
+batch with compressed buffers, or of a remote file, is read as a whole, in the wanted columns.
 
-How many rows a batch has is written before it, in a flatbuffer of some hundred bytes, and nowhere else. pyarrow tells
-it only with the batch, so it is read here: format/Message.fbs of Apache Arrow.
+pyarrow returns the number of rows only with the batch. So it is read here from the flatbuffer of some hundred bytes
+before the batch: format/Message.fbs of Apache Arrow.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.tables import is_stream, map_or_open
-from datatrove_ckpt.torch.block_file import BlockFile, FileIndex, Group, changed, check_columns, serialized
+from datatrove_ckpt.torch.block_file import FileIndex, Group, TableFile, changed
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _CONTINUATION = 0xFFFFFFFF
 _MARK_BYTES = 2**8
-"""The mark of a file, what aligns the messages behind it (to 64 bytes for Arrow in Rust), and the first of them."""
+"""Holds the mark of a file, padding (to 64 bytes by Arrow for Rust), and the start of the first message."""
 # MessageHeader
 _DICTIONARY = 2
 _RECORD_BATCH = 3
 
 
-class ArrowBlocks(BlockFile):
-    """One Arrow file or stream. See ``BlockFile``.
-
-    Args:
-        stream: see ``is_stream``.
+class ArrowBlocks(TableFile):
+    """One Arrow file or stream. ``stream``: see ``is_stream``.
 
     Raises:
         ConfigError: no batch of the stream can be read without the dictionaries before it.
@@ -43,8 +40,8 @@ class ArrowBlocks(BlockFile):
 
     def __init__(self, folder: DataFolder, name: str, known: FileIndex | None, stream: bool) -> None:
         self._name = name
-        self._readers: dict[Any, Any] = {}
-        self._last: tuple[Any, Any] = (None, None)  # key and batch
+        self._readers: dict[tuple[str, ...] | None, pa.RecordBatchFileReader] = {}
+        self._last: tuple[object, pa.RecordBatch] = (None, None)  # key and batch
         with naming_damage(name):
             self._source = map_or_open(folder, name)
             try:
@@ -53,44 +50,34 @@ class ArrowBlocks(BlockFile):
             except BaseException:
                 self._source.close()
                 raise
-        # Choosing columns copies them, also out of a mapped file. It pays where the others must be read, too.
+        # Choosing columns copies them, also out of a mapped file. It pays where all columns would be read.
         self._chooses = not folder.is_local() or any(batch.is_compressed for batch in self._batches)
-        groups = tuple(Group(batch.rows, batch.bytes) for batch in self._batches)
-        self.set_index(FileIndex(groups, schema=serialized(self._schema)), known, name)
+        self.set_index(self.index_of(Group(batch.rows, batch.bytes) for batch in self._batches), known)
 
-    def read(self, first: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
-        """The rows of a part of a record batch."""
+    def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
         import pyarrow as pa
 
-        with naming_damage(self._name):
-            check_columns(self._schema.names, columns, self._name)
-            number, start = self.part_of(first)
-            chosen = None
-            if columns is not None and self._chooses:
-                chosen = tuple(columns)
-            key = (number, chosen)
-            if self._last[0] != key:
-                self.let_go()  # not two batches at once
-                self._last = (key, self._batch(number, chosen))
-            batch = self._last[1]
-            if batch.num_rows != self.index.groups[number].rows:
-                raise changed(self._name)
-            table = pa.Table.from_batches([batch.slice(start, rows)])
-            if columns is None:
-                return table
-            return table.select(list(columns))
+        chosen = None
+        if columns is not None and self._chooses:
+            chosen = tuple(columns)
+        key = (part, chosen)
+        if self._last[0] != key:
+            self.let_go()  # not two batches at once
+            self._last = (key, self._batch(part, chosen))
+        batch = self._last[1]
+        if batch.num_rows != self.index.groups[part].rows:
+            raise changed(self._name)
+        return pa.Table.from_batches([batch.slice(row, rows)])
 
     def let_go(self) -> None:
-        """Lets go of the latest record batch."""
         self._last = (None, None)
 
     def close(self) -> None:
-        """Closes the file."""
         self._readers = {}
         self.let_go()
         self._source.close()
 
-    def _batch(self, number: int, columns: tuple[str, ...] | None) -> Any:
+    def _batch(self, number: int, columns: tuple[str, ...] | None) -> pa.RecordBatch:
         import pyarrow as pa
 
         if not self._stream:
@@ -98,7 +85,7 @@ class ArrowBlocks(BlockFile):
         self._source.seek(self._batches[number].offset)
         return pa.ipc.read_record_batch(pa.ipc.read_message(self._source), self._schema)
 
-    def _reader(self, columns: tuple[str, ...] | None) -> Any:
+    def _reader(self, columns: tuple[str, ...] | None) -> pa.RecordBatchFileReader:
         import pyarrow as pa
 
         if columns not in self._readers:
@@ -108,8 +95,8 @@ class ArrowBlocks(BlockFile):
             self._readers[columns] = pa.ipc.open_file(self._source, options=options)
         return self._readers[columns]
 
-    def _walk(self) -> tuple[Any, list[_Message]]:
-        """The schema, and the record batches."""
+    def _walk(self) -> tuple[pa.Schema, list[_Message]]:
+        """Returns the schema, and the record batches."""
         import pyarrow as pa
 
         size = self._source.seek(0, 2) or self._source.tell()
@@ -137,7 +124,7 @@ class ArrowBlocks(BlockFile):
 
 
 class _Message(NamedTuple):
-    """A message of a stream; ``rows`` and ``is_compressed`` of a record batch only."""
+    """``rows`` and ``is_compressed`` are of record batches only."""
 
     kind: int
     rows: int
@@ -147,12 +134,13 @@ class _Message(NamedTuple):
 
 
 def _messages(file: IO[bytes], size: int, count: int | None) -> Iterator[_Message]:
-    """The messages of a stream, or of the stream that a file with a table of contents holds.
+    """Yields the messages of a stream, or of the stream in a file.
 
     Args:
-        count: the record batches of that file, whose stream may have no end (Arrow for Go before 2025); None: a stream.
+        count: the record batches of the file, whose stream may have no end (Arrow for Go before 2025); None: a stream.
 
-    Raises EOFError if it was cut off, or another follows.
+    Raises:
+        EOFError: the stream was cut off, or another one follows.
     """
     file.seek(0)
     found = 0
@@ -190,7 +178,7 @@ def _message(buffer: bytes) -> _Message:
 
 
 def _field(buffer: bytes, table: int, number: int) -> int:
-    """Where a field of a flatbuffer's table lies; 0: it has its default."""
+    """Returns the offset of a field of a flatbuffer's table; 0: the field has its default."""
     vtable = table - struct.unpack_from("<i", buffer, table)[0]
     entry = 4 + 2 * number
     if entry >= struct.unpack_from("<H", buffer, vtable)[0]:

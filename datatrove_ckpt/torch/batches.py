@@ -1,20 +1,21 @@
-"""Rows taken out of the few batches to which those of a window are joined while they are read.
+"""Joins the rows of a window to few batches while they are read, and takes rows out of these.
 
-pyarrow takes rows of several chunks from a copy of all of them, each time, and a copy made once would need twice the
-window's memory for a moment. So rows are joined part by part, and taken batch by batch.
+pyarrow copies all chunks for each take of rows from several chunks, and one copy would need twice the window's memory
+for a moment. So rows are joined part by part, and taken batch by batch.
 
-pyarrow takes the numbers of lists one by one, by an index of each. Bytes it takes as a whole, so here the numbers of a
-list are bytes: a token row costs a tenth of the time.
+pyarrow takes the numbers of lists one by one, but bytes as a whole. So lists of numbers become bytes here: a token row
+costs a tenth of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from datatrove_ckpt.readers.tables import Numbers, take_rows
+from datatrove_ckpt.torch.block_file import Rows
 from datatrove_ckpt.torch.samples import is_number
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 _JOINED = 2**23
 """Rows are joined up to so many bytes, or one block more: a take costs some microseconds for each batch."""
 _RELEASED = 6
-"""After so many joins the allocator gives back what it keeps. More often, its pages would cost more than the rows."""
+"""After so many joins the allocator gives back memory. More often, its pages would cost more than the rows."""
 
-Parts: TypeAlias = "Iterator[tuple[Numbers, Any]]"
-"""Rows in parts: which of the rows these are, and a table or a list of them."""
+Parts: TypeAlias = "Iterator[tuple[Numbers, Rows]]"
+"""Rows in parts: their numbers, and the rows."""
 
 
 class Batches:
@@ -34,18 +35,18 @@ class Batches:
 
     Args:
         tables: of the same columns. Types may differ as far as pyarrow can unify them.
-        joined: to few batches, of which rows are taken in any order.
+        joined: join the tables to few batches, because rows are taken in any order.
     """
 
     def __init__(self, tables: Iterable[pa.Table], joined: bool) -> None:
-        self._batches: list[tuple[Any, Any]] = []
+        self._batches: list[tuple[pa.Schema, pa.RecordBatch]] = []
         for table in _joined(tables) if joined else tables:
             for batch in table.to_batches():
                 self._batches.append((batch.schema, _as_bytes(batch) if joined else batch))
         self._ends = np.cumsum([batch.num_rows for _, batch in self._batches], dtype=np.int64)
 
     def take(self, rows: Numbers) -> Parts:
-        """The rows with these numbers. A stretch of rows is no copy."""
+        """Takes the rows with these numbers. A stretch of rows is no copy."""
         numbers = np.searchsorted(self._ends, rows, side="right")
         order = np.argsort(numbers, kind="stable")
         counts = np.bincount(numbers)
@@ -57,15 +58,11 @@ class Batches:
             if bool((mine == np.arange(first, first + len(mine))).all()):
                 yield places, _of_bytes(batch.slice(first, len(mine)), schema)
             else:
-                yield places, _taken(batch, mine, schema)
-
-
-def _taken(batch: Any, rows: Numbers, schema: Any) -> pa.Table:
-    return _of_bytes(take_rows(batch, rows), schema)
+                yield places, _of_bytes(take_rows(batch, mine), schema)
 
 
 def owned(table: pa.Table) -> pa.Table:
-    """A copy that holds no more memory than its rows: a slice holds what it was cut from."""
+    """Copies a slice, which else keeps the whole table in memory."""
     import pyarrow as pa
 
     if table.num_rows < 2:
@@ -81,7 +78,7 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     count = 0
     for table in tables:
         group.append(table)
-        del table  # it is not held while the next one is read
+        del table  # while the next one is read
         if sum(one.nbytes for one in group) >= _JOINED:
             joined = owned(pa.concat_tables(group, promote_options="permissive"))
             group = []
@@ -93,12 +90,12 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield owned(pa.concat_tables(group, promote_options="permissive"))
 
 
-def _as_bytes(batch: Any) -> Any:
-    """Lists of numbers become bytes, without a copy."""
+def _as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Makes bytes of lists of numbers, without a copy."""
     import pyarrow as pa
     import pyarrow.types as types
 
-    def column(chunk: Any) -> Any:
+    def column(chunk: pa.Array) -> pa.Array:
         kind = chunk.type
         if not (types.is_list(kind) or types.is_large_list(kind)) or not is_number(types, kind.value_type):
             return chunk
@@ -111,12 +108,12 @@ def _as_bytes(batch: Any) -> Any:
     return pa.RecordBatch.from_arrays([*map(column, batch.columns)], names=batch.schema.names)
 
 
-def _of_bytes(batch: Any, schema: Any) -> pa.Table:
-    """The opposite of ``_as_bytes``."""
+def _of_bytes(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
+    """Reverts ``_as_bytes``."""
     import pyarrow as pa
     import pyarrow.types as types
 
-    def column(chunk: Any, kind: Any) -> Any:
+    def column(chunk: pa.Array, kind: pa.DataType) -> pa.Array:
         if chunk.type == kind:
             return chunk
         _, ends, numbers = chunk.buffers()

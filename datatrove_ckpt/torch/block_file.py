@@ -1,15 +1,16 @@
-"""What the formats of an input share: a file as parts that can be read alone, and rows of a part."""
+"""A file as parts that can be read alone, and rows of a part: what the formats share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import Row
 
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 
 Rows: TypeAlias = "pa.Table | list[Row | None]"
-"""The rows of a block: a table, or for JSONL a dict for each line, and None for a damaged one."""
+"""The rows of a block: a table, or for JSONL dicts, and None for a damaged line."""
 
 
 class Group(NamedTuple):
-    """A row group, record batch, or other part of a file that can be read without the other parts."""
+    """A row group, record batch, or other part of a file that can be read alone."""
 
     rows: int
     bytes: int
@@ -34,7 +35,7 @@ class FileIndex:
 
     Attributes:
         groups: in the order of the file.
-        sequential: a part cannot be read without what comes before it in the file.
+        sequential: reading a part takes reading the earlier ones.
         schema: Arrow's, serialized; empty for JSONL.
     """
 
@@ -50,42 +51,56 @@ class FileIndex:
 class BlockFile(ABC):
     """One open file. ``index``: its parts."""
 
-    def set_index(self, index: FileIndex, known: FileIndex | None, name: str) -> None:
-        """Closes the file and raises CheckpointMismatch if other parts are known of it."""
+    _name: str
+
+    def set_index(self, index: FileIndex, known: FileIndex | None) -> None:
+        """Closes the file and raises CheckpointMismatch if its known parts are others."""
         if known not in (None, index):
             self.close()
-            raise changed(name)
+            raise changed(self._name)
         self.index = index
         self._starts = [0, *accumulate(group.rows for group in index.groups)]
 
     def part_of(self, row: int) -> tuple[int, int]:
-        """The part that has a row, and the row's number there."""
+        """Returns the part that has a row, and the row's number there."""
         number = bisect_right(self._starts, row) - 1
         return number, row - self._starts[number]
 
     @abstractmethod
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> Rows:
-        """So many rows from ``first`` on, all of the same part."""
+        """Reads so many rows from ``first`` on, all of the same part."""
 
     def let_go(self) -> None:  # noqa: B027 (LineBlocks keeps the lines of one part)
-        """Frees what is kept so that the next part can be read faster."""
+        """Frees what makes the next part faster to read."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Closes the file."""
+    def close(self) -> None: ...
 
 
-def serialized(schema: pa.Schema) -> bytes:
-    """A schema without what pandas or Spark have written beside it."""
-    return bytes(schema.remove_metadata().serialize())
+class TableFile(BlockFile):
+    """An open file of tables in one schema."""
+
+    _schema: pa.Schema
+
+    def read(self, first: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
+        with naming_damage(self._name):
+            check_columns(self._schema.names, columns, self._name)
+            table = self._read(*self.part_of(first), rows, columns)
+        if columns is None:
+            return table
+        return table.select(list(columns))
+
+    @abstractmethod
+    def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
+        """Reads so many rows of a part from ``row`` on, with at least these columns."""
+
+    def index_of(self, groups: Iterable[Group]) -> FileIndex:
+        # Without what pandas or Spark have written beside the schema.
+        return FileIndex(tuple(groups), schema=bytes(self._schema.remove_metadata().serialize()))
 
 
 def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str) -> None:
-    """Refuses columns that a file does not have, which pyarrow would leave out without a word.
-
-    Raises:
-        ConfigError: there is no such column, or there are two.
-    """
+    """Raises ConfigError if a file lacks a column, which pyarrow would leave out, or has it twice."""
     if wanted is None:
         return
     twice = [column for column in wanted if found.count(column) > 1]
@@ -100,5 +115,4 @@ def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str)
 
 
 def changed(name: str) -> CheckpointMismatch:
-    """The error for a file that is not the one whose parts are known."""
     return CheckpointMismatch(f"The input file {name!r} has changed since its rows were counted. {remedy()}")

@@ -1,14 +1,13 @@
-"""An input as blocks of rows: which there are, and any of them alone.
+"""An input as blocks of rows, each of which can be read alone.
 
-A position on a document says where a reader goes on. Training loops need more: how many rows there are, and rows of any
-place, in an order that does not follow the files. A block is a row group or record batch, or a slice of one, so that
-what is held of a block does not grow with the groups of a file.
+Training loops need the number of rows, and rows in an order that does not follow the files. A block is a row group or
+record batch, or a slice of one, so that its memory does not grow with the groups of a file.
 
     blocks = BlockInput(ParquetReader("corpus"))
     sum(block.rows for block in blocks)             rows of the whole input
     blocks.read(blocks[7], ["input_ids"])           the rows of one block, as a table
 
-The blocks depend on the files alone: not on the columns, the reader's ``limit`` and ``skip``, or on who reads them.
+The blocks depend on the files alone: not on the columns, or on the reader's ``limit`` and ``skip``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from loguru import logger
 
@@ -33,7 +32,10 @@ from datatrove_ckpt.torch.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.torch.row_counts import RowCounts
 from datatrove_ckpt.torch.unified import Unified
 
-# The most rows and bytes of a block. A row that is larger than this is a block of its own.
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# The limits of a block. A larger row is a block of its own.
 MAX_ROWS = 2**16
 MAX_BYTES = 2**24
 
@@ -55,8 +57,8 @@ class Block:
     Attributes:
         file: the number of the file, in the reader's order.
         first: the number of the first row in the file.
-        rows: how many rows.
-        bytes: how large they are in memory, roughly, with all columns.
+        rows: the number of rows.
+        bytes: their rough size in memory, with all columns.
     """
 
     file: int
@@ -66,17 +68,16 @@ class Block:
 
 
 class BlockInput:
-    """The blocks of a reader's files, in their order, and the rows of each. Files stay open while they are read.
+    """The blocks of a reader's files, in their order. Files stay open while they are read.
 
     Args:
         reader: its ``limit``, ``skip`` and shuffle do not count.
 
     Attributes:
         names: the files, in the reader's order.
-        sequential: the numbers of the files of which a block costs reading all earlier ones: of these, read blocks in
-            order. These are compressed JSONL files.
+        sequential: the numbers of the compressed JSONL files, where reading a block takes reading all earlier ones.
         gives_dicts: whether the rows of a block are a list, and no table.
-        gives_views: whether the rows of a block are a part of more memory: of a mapped file, or of a record batch.
+        gives_views: whether rows keep a mapped file, or a whole record batch, in memory.
 
     Raises:
         ConfigError: a file is an Arrow stream with dictionaries.
@@ -110,10 +111,7 @@ class BlockInput:
         return iter(self._blocks)
 
     def read(self, block: Block, columns: Sequence[str] | None = None) -> Rows:
-        """The rows of a block: a table, or for JSONL dicts, with None for a damaged line.
-
-        What is held in memory is the slice in Parquet, in its columns, and 1 MiB of lines in JSONL. Of a local Arrow
-        file only the slice is read; of a compressed or remote one the record batch, in its columns.
+        """Reads the rows of a block.
 
         Args:
             columns: the names of the columns; None: all. A line of JSONL may lack some, and has None there.
@@ -129,7 +127,7 @@ class BlockInput:
         return self._unified.apply(rows, self.names[block.file])
 
     def unify(self, columns: Sequence[str] | None) -> None:
-        """From now on rows of all files have the same types, in these columns.
+        """Gives rows of all files the same types, in these columns.
 
         Raises:
             ConfigError: a file lacks a column, or the types of a column cannot be unified.
@@ -142,12 +140,12 @@ class BlockInput:
             self._unified = Unified(schemas.items(), columns)
 
     def let_go(self, file: int) -> None:
-        """Frees what is kept so that the next block of a file can be read faster."""
+        """Frees what makes the next block of a file faster to read."""
         if file in self._opened and self._process == os.getpid():
             self._opened[file].let_go()
 
     def close(self) -> None:
-        """Closes the files. They are opened again when they are needed."""
+        """Closes the files until they are read again."""
         while self._opened:
             self._opened.popitem()[1].close()
 
@@ -195,7 +193,7 @@ class BlockInput:
         return replace(file.index, schema=self._schemas.setdefault(file.index.schema, file.index.schema))
 
     def _size_in_memory(self) -> int:
-        """How large rows are in memory, in quarters of what the files say of them, by a sample of three files.
+        """Returns the size of rows in memory, in quarters of their size by the files, from a sample of three files.
 
         Parquet counts repeated texts once, in dictionaries: rows of a long prompt can be a thousand times larger.
         """
@@ -206,7 +204,6 @@ class BlockInput:
         return max(4, *map(self._size_in_file, sampled))
 
     def _size_in_file(self, number: int) -> int:
-        """By the first rows of a file."""
         group = next(group for group in self._index[number].groups if group.rows)
         in_file = max(1, group.bytes)
         file = self._open(number, self._index[number])
@@ -215,7 +212,7 @@ class BlockInput:
         return -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows)))
 
     def _file(self, number: int) -> BlockFile:
-        if self._process != os.getpid():  # a fork shares the places in these files with its parent
+        if self._process != os.getpid():  # a fork shares the offsets of these files with its parent
             self._opened = OrderedDict()
             self._process = os.getpid()
         file = self._opened.pop(number, None) or self._open(number, self._index[number])
@@ -234,8 +231,8 @@ class BlockInput:
         return ArrowBlocks(reader.data_folder, name, known, reader.stream)
 
 
-def _bytes_of(table: Any) -> int:
-    """With dictionaries decoded, as rows become."""
+def _bytes_of(table: pa.Table) -> int:
+    """Returns the size of the rows, whose dictionaries are decoded."""
     import pyarrow.types as types
 
     found = 0

@@ -11,11 +11,8 @@
                 checkpoints.maybe_save(step, loader=loader, metrics={"loss": loss}, **states)
 
 All ranks make the same calls at the same steps. A save stops the training for a copy of the states in the host's
-memory; a thread writes that (CheckFreq, Mohan, Phanishayee and Chidambaram, FAST'21), and another one copies the newest
-step to the remote. ``steps.py`` has the files.
-
-On a signal or before the end of Slurm's time, the next ``maybe_save`` saves and raises, and the ``with`` block ends as
-the signal would have ended the process.
+memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee and Chidambaram, FAST'21), and another thread copies the
+newest step to the remote. On a signal or before the end of Slurm's time, the next ``maybe_save`` saves and raises.
 """
 
 from __future__ import annotations
@@ -31,14 +28,14 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from operator import index
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from loguru import logger
@@ -51,15 +48,20 @@ from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
+from datatrove_ckpt.torch.dataset import epoch_of, restore
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.sharded import METADATA, contents_of, load_parts, not_plain, save_parts, shapes
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
-from datatrove_ckpt.torch.steps import Manifest, StepName, Steps, blocks
-from datatrove_ckpt.torch.workers import keep_workers
+from datatrove_ckpt.torch.stateful import StatefulIterable
+from datatrove_ckpt.torch.steps import Contents, Manifest, StepName, Steps, blocks
+from datatrove_ckpt.torch.workers import prepare_loader
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 Writer = Callable[[Path], object]
 
-_LOOK_SECONDS = 0.25  # how often ranks ask each other whether to save or to stop
+_LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
@@ -68,7 +70,7 @@ _RANDOM = "random.pt"
 # Why the ranks stop.
 _SIGNAL = 2.0
 _OTHER = 1.0
-_SAY_SECONDS = 10.0  # after which it is said what the end waits for
+_WARN_SECONDS = 10.0  # of waiting for a copy
 
 
 class TrainingCheckpoints:
@@ -129,14 +131,13 @@ class TrainingCheckpoints:
         self._keep_best = keep_best
         self._keep_every = keep_every
         self._best = best.removeprefix("-")
-        self._highest_is_best = best.startswith("-")
+        self._sign = -1 if best.startswith("-") else 1
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._ranks = Ranks()
         if remote is not None:
             check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
-        self._steps.make()
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
@@ -145,46 +146,45 @@ class TrainingCheckpoints:
         self.metrics = dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
-        self._rollbacks = 0
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
         self._snapshot = Snapshot()
         self._manifests = dict[StepName, Manifest]()
         self._copied = StepName(-1, 0)
-        self._is_copied = False
         self._pause = 0.0
         self._write_seconds = 0.0
         self._saved_at = time.monotonic()
         self._has_looked = self._has_claimed = False
-        self._last_step = 0
+        self._last = StepName(0, 0)
         self._look_after = 0
         self._longest_step = 0.0
         self._stepped_at = time.monotonic()
-        self._preemption: Preemption | None = None
+        self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
         self._time_ends: float | None = None
         _not_left.add(self)
 
     @property
     def failure(self) -> Exception | None:
-        """Why the latest save is not on the disk, or not in the remote; None: it is."""
+        """Why the latest save is not on the disk, or not in the remote; None: it is there."""
         return self._not_saved or self._not_copied
 
     @property
     def epoch(self) -> int:
-        """The epoch with which the loop goes on, after a step was restored.
+        """The epoch with which the loop continues after a restore.
 
         Raises:
             ConfigError: the step was saved without its epoch.
         """
         if self._epoch is None:
-            name = StepName(self._rollbacks, self._last_step)
-            raise ConfigError(f"{name} was saved without its epoch: give maybe_save and save epoch=, or count steps.")
+            raise ConfigError(
+                f"{self._last} was saved without its epoch: give maybe_save and save epoch=, or count steps."
+            )
         return self._epoch
 
     # the block ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._preemption = Preemption(SIGNALS, drain_seconds=0.0).__enter__()
+        self._preemption.__enter__()
         self._preemption.shutdown.call(self._hurry)
         if job_id() is not None:
             self._time_ends = asyncio.run(slurm_deadline())
@@ -194,21 +194,16 @@ class TrainingCheckpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._preemption is None or not self._preemption.shutdown.is_fast:
+            if not self._preemption.shutdown.is_fast:
                 self.close(raises=error is None)
         finally:
             _not_left.discard(self)
             preemption = self._preemption
-            self._preemption = None
-            assert preemption is not None
+            self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
             preemption.__exit__(kind, error, trace)
 
     def close(self, raises: bool = True) -> None:
-        """Waits until the latest save is on the disk and in the remote.
-
-        Raises:
-            Exception: it could not be, as ``failure`` says, and ``raises``.
-        """
+        """Waits until the latest save is on the disk and in the remote. Raises ``failure`` if ``raises`` is set."""
         self._writing.join()
         if self._wait_for_copy() and self._copies and self._manifests:
             self._uploading.start(self._upload)  # once more, if the last copy failed
@@ -224,34 +219,28 @@ class TrainingCheckpoints:
             self.close(raises=False)
 
     def _wait_for_copy(self) -> bool:
-        """Whether the copy under way has ended. A signal that comes meanwhile ends the wait."""
-        began = time.monotonic()
-        cause = self._stop_cause
-        is_said = False
+        """Returns whether the copy under way has ended. A new signal ends the wait."""
+        warn_at = time.monotonic() + _WARN_SECONDS
+        shutdown = self._preemption.shutdown
+        cause = shutdown.cause
         while not self._uploading.join(_LOOK_SECONDS):
             assert self._steps.store is not None
-            if not is_said and time.monotonic() - began > _SAY_SECONDS:
-                is_said = True
+            if time.monotonic() > warn_at:
+                warn_at = math.inf
                 logger.warning(f"Waiting for the copy of a step to {self._steps.store.url}. A signal ends that.")
-            if self._stop_cause != cause:
+            if shutdown.cause != cause:
                 self._not_copied = StorageFailed(f"The copy to {self._steps.store.url} did not end.")
                 return False
         return True
 
-    @property
-    def _stop_cause(self) -> str:
-        if self._preemption is None:
-            return ""
-        return self._preemption.shutdown.cause
-
     def _hurry(self) -> None:
-        if self._preemption is not None and self._preemption.shutdown.is_fast:
-            raise KeyboardInterrupt  # a second signal, which waits for nothing
+        if self._preemption.shutdown.is_fast:
+            raise KeyboardInterrupt  # a second signal
 
     # save ---------------------------------------------------------------------------------------------------------
 
     def maybe_save(self, step: int, **what: Any) -> bool:
-        """Saves if it is time, as ``save`` does with the same arguments. Call it after each step. Whether it has saved.
+        """Saves as ``save`` does if a save is due. Call it after each step. Returns whether it has saved.
 
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
@@ -270,28 +259,27 @@ class TrainingCheckpoints:
             self.close(raises=False)
             # A rank that ends first makes torchrun end the others.
             is_saved = not any(self._ranks.gather(self._not_saved is not None))
-            assert self._preemption is not None
-            why = self._preemption.shutdown.cause or "another rank stops"
+            shutdown = self._preemption.shutdown
+            why = shutdown.cause or "another rank stops"
             end = "saved" if is_saved else "NOT saved"
             logger.warning(f"The training stops after step {step}, which is {end} ({why}).")
-            if stops == _SIGNAL and not self._preemption.shutdown.is_requested:
+            if stops == _SIGNAL and not shutdown.is_requested:
                 os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
-            self._preemption.shutdown.request("another rank")
-            self._preemption.shutdown.raise_preempted()
+            shutdown.request("another rank")
+            shutdown.raise_preempted()
         if due:
             self.save(step, **what)
         return due
 
     def _look(self, now: float) -> tuple[float, bool]:
-        """What all ranks agree on: why to stop, 0 if not; whether to save; and after how many steps to look again."""
+        """Lets all ranks agree on why to stop (0: they go on), and whether to save."""
+        self._preemption.stop_before(self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS)
+        cause = self._preemption.shutdown.cause
         stops = 0.0
-        if self._preemption is not None:
-            self._preemption.stop_before(self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS)
-            cause = self._preemption.shutdown.cause
-            if cause in signal.Signals.__members__:
-                stops = _SIGNAL
-            elif cause:
-                stops = _OTHER
+        if cause in signal.Signals.__members__:
+            stops = _SIGNAL
+        elif cause:
+            stops = _OTHER
         interval = self._interval()
         is_time = interval is not None and now - self._saved_at >= interval
         own = [stops, is_time, self._writing.is_running, self._longest_step]
@@ -312,7 +300,7 @@ class TrainingCheckpoints:
         self,
         step: int,
         *,
-        loader: Any = None,
+        loader: DataLoader | None = None,
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
         writer: Writer | None = None,
@@ -323,26 +311,26 @@ class TrainingCheckpoints:
         Args:
             step: how many steps the training has made.
             loader: the rank's own; anything with ``state_dict``, as a StatefulDataLoader.
-            epoch: the number of this epoch, if the loader reads no dataset of ours, which know it.
+            epoch: the number of this epoch, if the loader reads no dataset of ours.
             metrics: numbers to choose the best step by.
-            writer: called in each rank with a folder, to which it writes what saves itself. It is not asynchronous.
-            states: what has a ``state_dict`` that is the same in all ranks, as that of DDP's model; or of which each
+            writer: called in each rank with a folder for what saves itself. It is not asynchronous.
+            states: objects whose ``state_dict`` is the same in all ranks, as that of DDP's model; or of which each
                 rank has a part, as those of FSDP2 (``fully_shard``). Such parts are not written asynchronously.
 
-        A save that fails is logged, and is ``failure`` until one succeeds. The training goes on.
+        A save that fails is logged, and is ``failure`` until one succeeds. The training continues.
 
         Raises:
-            ConfigError: a state has no ``state_dict``, or one that differs between ranks or holds what no restore
-                takes; there is a writer or FSDP, and nodes have folders of their own; the step is before the last one;
-                or folder or remote hold steps, and nothing was restored.
+            ConfigError: a state has no ``state_dict``, or it differs between ranks or holds what no restore takes;
+                there is a writer or FSDP, and nodes have folders of their own; the step is before the last one; or
+                folder or remote hold steps, and nothing was restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
         stateful = dict(states)
         if loader is not None:
             stateful["loader"] = loader
+        _check_names(stateful)
         for key, state in stateful.items():
-            _check_name(key)
             if not hasattr(state, "state_dict"):
                 raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
         step = self._checked_step(step)
@@ -351,8 +339,7 @@ class TrainingCheckpoints:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"save: metrics must be numbers: {error}.") from error
         self._writing.join()
-        name = StepName(self._rollbacks, step)
-        self._last_step = step
+        name = self._last = StepName(self._last.rollbacks, step)
         self._told_epoch = epoch
         try:
             self._claim()
@@ -383,30 +370,28 @@ class TrainingCheckpoints:
             folder = staging / "states" / key
             if not self._agree(partial(save_parts, content, folder, self._ranks.group), name):
                 return
-        contents: dict[str, Any] = {f"states/{key}.pt": content for key, content in alike.items()}
+        contents: Contents = {f"states/{key}.pt": content for key, content in alike.items()}
         contents |= {_RANDOM: [each[0] for each, _, _ in gathered], _INPUT: [each[1] for each, _, _ in gathered]}
         if self._is_owner and not self._manifests:
             self._warn_of_first(numbers, own[1])
         self._hand_over(name, contents, numbers, began)
 
-    def _hand_over(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], began: float) -> None:
-        """Gives the thread that writes a copy of the states."""
-        self._pause = time.monotonic() - began
-        self._saved_at = time.monotonic()
-        if not self._is_owner:
-            self._not_saved = None
-            return
-        try:
-            if self._asynchronous:
+    def _hand_over(self, name: StepName, contents: Contents, metrics: dict[str, float], began: float) -> None:
+        """Gives a copy of the states to the writing thread."""
+        if self._is_owner and self._asynchronous:
+            try:
                 contents = self._snapshot.take(contents)
-        except Exception as error:  # no room in memory
-            self._failed(name, error)
-            return
-        self._pause = time.monotonic() - began
+            except Exception as error:  # no room in memory
+                self._failed(name, error)
+                return
         self._saved_at = time.monotonic()
-        self._writing.start(self._write, name, contents, metrics, self._pause)
+        self._pause = self._saved_at - began
+        if self._is_owner:
+            self._writing.start(self._write, name, contents, metrics, self._pause)
+        else:
+            self._not_saved = None
 
-    def _not_plain(self, contents: Mapping[str, Any]) -> str:
+    def _not_plain(self, contents: Contents) -> str:
         if not self._only_plain:
             return ""
         return next(filter(None, (not_plain(content, key) for key, content in contents.items())), "")
@@ -415,23 +400,20 @@ class TrainingCheckpoints:
         if not hasattr(step, "__index__") or index(step) < 0:
             raise ConfigError("save: the step must be an integer from 0 on.")
         step = index(step)
-        if step < self._last_step:
+        if step < self._last.step:
             raise ConfigError(
-                f"save: step {step} comes after step {self._last_step}. Count on from what restore_latest returned; a "
+                f"save: step {step} comes after step {self._last.step}. Count on from what restore_latest returned; a "
                 "training from the start takes a new folder."
             )
         return step
 
-    def _warn_of_first(self, metrics: Mapping[str, float], input_state: dict[str, Any] | None) -> None:
-        """Says what a step lacks that may be looked for later."""
+    def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
         if metrics and self._keep_best and self._best not in metrics:
             logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
         if input_state is not None and input_state["epoch"] is None:
             logger.warning("The loader does not tell its epoch: give maybe_save and save epoch=, or count steps.")
 
-    def _input_state(self, loader: Any) -> dict[str, Any] | None:
-        from datatrove_ckpt.torch.dataset import epoch_of
-
+    def _input_state(self, loader: DataLoader | None) -> Contents | None:
         if loader is None:
             return None
         epoch = epoch_of(loader)
@@ -440,61 +422,58 @@ class TrainingCheckpoints:
         return {"epoch": epoch, "loader": loader.state_dict()}
 
     def _claim(self) -> None:
-        """Before the first save or rollback: a later restart would take steps of another training for this one's."""
+        """Before the first save or rollback, refuses steps of another training."""
         if self._has_claimed:
             return
-        refused: CkptError | None = None
         try:
-            if self._is_owner:
-                self._steps.lock()
-                there = dict[StepName, Manifest]()
-                if self._copies:
-                    with suppress(Exception):  # a remote that is away is said when the step is copied
-                        there, _ = self._steps.remote_manifests()
-                if not self._has_looked:
-                    self._refuse_earlier([*self._steps.names(), *there])
-                self._steps.refuse_others(there)
-        except CkptError as error:
-            refused = error
-        refusals = [each for each in self._ranks.gather(refused) if each is not None]
-        if refusals:
+            self._ranks.together(self._claim_folder)
+        except CkptError:
             self._steps.unlock()
-            raise refused or refusals[0]
+            raise
         self._has_claimed = self._has_looked = True
         self._steps.training = self._ranks.gather(self._steps.training or uuid.uuid4().hex)[0]
 
-    def _refuse_earlier(self, names: list[StepName]) -> None:
-        if names:
+    def _claim_folder(self) -> None:
+        if not self._is_owner:
+            return
+        self._steps.lock()
+        there = dict[StepName, Manifest]()
+        if self._copies:
+            with suppress(Exception):  # the copy of the step names a remote that is away
+                there, _ = self._steps.remote_manifests()
+        names = [*self._steps.names(), *there]
+        if names and not self._has_looked:
             raise ConfigError(
                 f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. Call "
                 "restore_latest() to go on with it, or choose another folder."
             )
+        self._steps.refuse_others(there)
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
-        """Calls it in each rank. Whether all of them succeeded; if not, the save has failed."""
-        error: Exception | None = None
-        try:
+        """Makes a call in each rank. Returns whether all of them succeeded; if not, the save has failed."""
+
+        def without_result() -> None:
             call()
-        except Exception as raised:
-            error = raised
-        if not any(self._ranks.gather(error is not None)):
-            return True
-        self._failed(name, error or CheckpointCorrupt("Another rank failed."))
-        self._saved_at = time.monotonic()
-        return False
+
+        try:
+            self._ranks.together(without_result)
+        except Exception as error:
+            self._failed(name, error)
+            return False
+        return True
 
     def _failed(self, name: StepName, error: Exception) -> None:
         self._not_saved = error
+        self._saved_at = time.monotonic()
         logger.error(f"{name} is not saved: {error} The training goes on; the last complete step is kept.")
         if self._is_owner:
             with suppress(Exception):
                 self._steps.abandon(name)
-            with suppress(Exception):
-                self._steps.note(event="failed", step=name.step, error=str(error))
+            self._note("failed", name, error=str(error))
 
     # the writing thread, of a folder's owner
 
-    def _write(self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], pause: float) -> None:
+    def _write(self, name: StepName, contents: Contents, metrics: dict[str, float], pause: float) -> None:
         began = time.monotonic()
         try:
             self._make_room(name, metrics)
@@ -502,8 +481,7 @@ class TrainingCheckpoints:
             self._write_seconds = time.monotonic() - began
             self._manifests[name] = manifest
             size = sum(size for size, _ in manifest["files"].values())
-            seconds = {"pause_seconds": pause, "write_seconds": self._write_seconds}
-            self._steps.note(event="saved", step=name.step, rollbacks=name.rollbacks, bytes=size, **seconds)
+            self._note("saved", name, bytes=size, pause_seconds=pause, write_seconds=self._write_seconds)
             self._not_saved = None
             self._remove_old(self._manifests)
         except Exception as error:
@@ -513,7 +491,7 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
 
     def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
-        """Removes what goes after this save before it, if there is no room for one more. The newest step stays."""
+        """Removes old steps before the save if there is no room for another step. The newest step stays."""
         if not self._manifests:
             return
         newest = max(self._manifests)
@@ -535,34 +513,29 @@ class TrainingCheckpoints:
     def _by_metric(self, manifests: Mapping[StepName, Manifest]) -> list[StepName]:
         found = {name: manifest["metrics"].get(self._best) for name, manifest in manifests.items()}
         known = [name for name, value in found.items() if value is not None and math.isfinite(value)]
-        if self._highest_is_best:
-            return sorted(known, key=lambda name: (-found[name], name))
-        return sorted(known, key=lambda name: (found[name], name))
+        return sorted(known, key=lambda name: (self._sign * found[name], name))
 
     @property
     def _copies(self) -> bool:
         return self._ranks.rank == 0 and self._steps.store is not None
 
     def _upload(self) -> None:
-        """Copies the newest step to the remote, and removes what need not stay there, until there is no newer one."""
+        """Copies the newest step to the remote, and removes old steps there, until there is no newer step."""
         assert self._steps.store is not None
-        while not self._is_copied or max(self._manifests) != self._copied:
+        while self._not_copied is not None or max(self._manifests) != self._copied:
             name = max(self._manifests)
             try:
                 self._copied = name
-                self._is_copied = False
                 there, incomplete = self._steps.remote_manifests()
                 self._steps.refuse_others(there)
                 self._steps.own_remote()
                 self._steps.upload(name)
-                self._is_copied = True
                 self._not_copied = None
             except Exception as error:
                 why = f"{name} is not copied to {self._steps.store.url}: {failure_line(error)}"
                 self._not_copied = StorageFailed(why)
                 logger.error(f"{why}. The next save tries again.")
-                with suppress(Exception):
-                    self._steps.note(event="not copied", step=name.step, error=str(error))
+                self._note("not copied", name, error=str(error))
                 return
             there[name] = self._manifests[name]
             try:
@@ -573,48 +546,46 @@ class TrainingCheckpoints:
 
     # restore ------------------------------------------------------------------------------------------------------
 
-    def restore_latest(self, *, loader: Any = None, reader: Writer | None = None, **states: Any) -> int | None:
-        """Restores the newest step that is whole. Says which newer ones are not, and why.
+    def restore_latest(
+        self, *, loader: DataLoader | None = None, reader: Writer | None = None, **states: Any
+    ) -> int | None:
+        """Restores the newest step that is whole. Logs which newer steps are not, and why.
 
         Args:
-            loader: has not begun yet. That of a ``ReaderDataset`` goes on with any number of ranks, see ``restore``.
+            loader: has not begun yet. That of a ``ReaderDataset`` resumes with any number of ranks, see ``restore``.
             reader: called in each rank with the folder that the ``writer`` had.
-            states: what has ``load_state_dict``, by the names that ``save`` was given.
+            states: objects with ``load_state_dict``, by the names that ``save`` was given.
 
         Returns:
-            The step; None if none was saved, here or in the remote.
+            The step; None if no step was saved, here or in the remote.
 
         Raises:
             CheckpointCorrupt: steps were saved, and none of them is whole.
             CheckpointMismatch: the loader's input is not that of the step, see ``restore``.
-            ConfigError: the step holds no such state, or the state does not fit what is to be restored.
+            ConfigError: the step holds no such state, or the state does not fit its object.
         """
         began = time.monotonic()
-        for key in states:
-            _check_name(key)
-        keep_workers(loader)
+        _check_names(states)
         try:
-            chosen = self._choose(lambda name: True)
+            chosen = self._choose(list)
             if chosen is None:
-                self._seed(loader, 0)
+                self._prepare(loader, 0)
                 return None
             name, passed = chosen
-            self._rollbacks = name.rollbacks
-            self._last_step = name.step
+            self._last = name
             self._load(name, reader, states)
             self._load_input(loader, name)
             self._begin_counting()
             self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
         finally:
             if not self._has_claimed:
-                self._steps.unlock()  # the first save takes it again: a process that only reads keeps no training out
+                self._steps.unlock()  # until the first save: a process that only reads keeps no training out
         if self._ranks.rank == 0:
             at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
     def _begin_counting(self) -> None:
-        """The next step is the first one after what took its time."""
         self._look_after = 0
         self._saved_at = self._stepped_at = time.monotonic()
 
@@ -623,46 +594,32 @@ class TrainingCheckpoints:
             with suppress(Exception):
                 self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
 
-    def _choose(self, is_wanted: Callable[[StepName], bool], best: bool = False) -> tuple[StepName, list[str]] | None:
-        """The step that all folders have whole, and the newer ones that are not. None: nothing was ever saved."""
+    def _choose(self, choose: Callable[[Iterable[StepName]], list[StepName]]) -> tuple[StepName, list[str]] | None:
+        """Returns the last chosen step that all folders have whole, and the later ones. None: no step was saved."""
         self._writing.join()
         self._has_looked = True
-        here: list[StepName] | CkptError = []
-        if self._is_owner:
-            with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
-                self._steps.lock()
-            try:
-                here = self._names()
-            except CkptError as error:
-                here = error
+        found = self._ranks.together(self._names)
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")  # of rank 0's folder
-        found = self._ranks.gather(here)
-        for each in found:
-            if isinstance(each, CkptError):
-                raise each
-        names = sorted({name for each in found for name in each if is_wanted(name)})
-        if best:
-            names = self._ranks.gather(self._by_metric(self._manifests)[::-1])[0]
         passed: list[str] = []
-        for name in reversed(names):
-            found = self._ranks.gather(self._damage(name))
-            for failed in found:
-                if isinstance(failed, Exception):
-                    raise StorageFailed(f"{name} cannot be read: {failure_line(failed)}.") from failed
-            damage = [each for each in found if each]
+        for name in reversed(choose(sorted(set().union(*found)))):
+            damage = next(filter(None, self._ranks.together(partial(self._damage, name))), "")
             if not damage:
                 self._steps.training = self._steps.manifest(name)["training"]
                 return name, passed
-            passed.append(f"{name}: {damage[0]}")
+            passed.append(f"{name}: {damage}")
             self._manifests.pop(name, None)
             if self._ranks.rank == 0:
-                logger.warning(f"{name} is passed over: {damage[0]}")
+                logger.warning(f"{name} is passed over: {damage}")
         if not passed:
             return None
         raise CheckpointCorrupt(f"{self._steps.folder} has no step that is whole: {' '.join(passed)}")
 
     def _names(self) -> list[StepName]:
-        """The steps here and in the remote."""
+        """Returns the steps in this rank's own folder and in the remote."""
+        if not self._is_owner:
+            return []
+        with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
+            self._steps.lock()
         names = self._steps.names()
         for name in names:
             with suppress(CheckpointCorrupt):
@@ -680,13 +637,14 @@ class TrainingCheckpoints:
             logger.warning(why)
             return names
 
-    def _damage(self, name: StepName) -> str | Exception | None:
-        """Why this folder's copy of the step cannot be used, after it was fetched from the remote if it is not here.
+    def _damage(self, name: StepName) -> str:
+        """Returns why the folder's copy of the step cannot be used. Fetches a missing copy from the remote.
 
-        An exception: whether it can is not known.
+        Raises:
+            StorageFailed: this cannot be found out.
         """
         if not self._is_owner:
-            return None
+            return ""
         try:
             try:
                 self._steps.check(name)
@@ -703,8 +661,8 @@ class TrainingCheckpoints:
         except CheckpointCorrupt as error:
             return str(error)
         except Exception as error:
-            return error
-        return None
+            raise StorageFailed(f"{name} cannot be read: {failure_line(error)}.") from error
+        return ""
 
     def _load(self, name: StepName, reader: Writer | None, states: Mapping[str, Any]) -> None:
         saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
@@ -735,30 +693,20 @@ class TrainingCheckpoints:
         else:
             logger.info(f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random states stay.")
 
-    def _seed(self, loader: Any, step: int) -> None:
-        """Gives a loader a generator for the seeds of its workers.
+    def _prepare(self, loader: DataLoader | None, step: int) -> None:
+        if loader is not None:
+            prepare_loader(loader, xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode()))
 
-        Else these would be drawn from torch's generator by each iterator, also by that of an epoch which is resumed.
-        """
-        inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
-        if getattr(inner, "generator", False) is None:
-            seed = xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode())
-            inner.generator = torch.Generator().manual_seed(seed >> 1)
-
-    def _load_input(self, loader: Any, name: StepName) -> None:
-        from datatrove_ckpt.torch.dataset import ReaderDataset, restore
-        from datatrove_ckpt.torch.stateful import StatefulWrapper
-
+    def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
         if loader is None:
             return
-        keep_workers(loader)
-        self._seed(loader, name.step)
+        self._prepare(loader, name.step)
         found = self._steps.load(name, _INPUT, self._only_plain)
         if None in found:
             raise ConfigError(f"{name} was saved without a loader.")
         self._epoch = found[0]["epoch"]
         states = [each["loader"] for each in found]
-        if isinstance(getattr(loader, "dataset", None), ReaderDataset | StatefulWrapper):
+        if isinstance(getattr(loader, "dataset", None), StatefulIterable):
             self._epoch = restore(loader, states)
         elif len(found) == self._ranks.size:
             own = states[self._ranks.rank]
@@ -780,7 +728,7 @@ class TrainingCheckpoints:
         to: int | Literal["best"] | None = None,
         *,
         before: int | None = None,
-        loader: Any = None,
+        loader: DataLoader | None = None,
         skip_input: bool = True,
         reader: Writer | None = None,
         **states: Any,
@@ -805,25 +753,30 @@ class TrainingCheckpoints:
         """
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
+        _check_names(states)
         self._has_looked = True
         self._claim()
 
-        def is_wanted(name: StepName) -> bool:
+        def choose(names: Iterable[StepName]) -> list[StepName]:
+            if to == "best":
+                return self._ranks.gather(self._by_metric(self._manifests)[::-1])[0]
             if before is None:
-                return name.step == to
-            return name.step < before
+                return [name for name in names if name.step == to]
+            return [name for name in names if name.step < before]
 
-        chosen = self._choose(is_wanted, best=to == "best")
+        chosen = self._choose(choose)
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
         old, _ = chosen
-        new = StepName(self._rollbacks + 1, old.step)
+        new = StepName(self._last.rollbacks + 1, old.step)
         own = None
         if skip_input:
             own = self._input_state(loader)
         inputs = self._ranks.gather(own)
-        changed = {} if own is None else {_INPUT: inputs}
+        changed: Contents = {}
+        if own is not None:
+            changed[_INPUT] = inputs
         # What may fail comes before the model changes, and what others see after it.
         if not self._agree(lambda: self._copy(old, new, changed) if self._is_owner else None, new):
             assert self._not_saved is not None
@@ -832,8 +785,7 @@ class TrainingCheckpoints:
         if loader is not None and not skip_input:
             self._load_input(loader, old)
         self._ranks.gather(None)
-        self._rollbacks += 1
-        self._last_step = old.step
+        self._last = new
         if self._is_owner:
             self._uploading.join()
             self._replace_newer(new)
@@ -845,11 +797,11 @@ class TrainingCheckpoints:
         self._begin_counting()
         return old.step
 
-    def _copy(self, old: StepName, new: StepName, changed: dict[str, Any]) -> None:
+    def _copy(self, old: StepName, new: StepName, changed: Contents) -> None:
         self._steps.begin(new)
         source = self._steps.folder / str(old)
         manifest = self._steps.manifest(old)
-        contents: dict[str, Any] = {file: blocks(source / file) for file in manifest["files"]}
+        contents: Contents = {file: blocks(source / file) for file in manifest["files"]}
         self._steps.write(new, contents | changed, manifest["metrics"])
 
     def _replace_newer(self, new: StepName) -> None:
@@ -870,13 +822,16 @@ def _close_all() -> None:
         each._close_at_exit()
 
 
-def _check_name(key: str) -> None:
-    if not re.fullmatch(r"\w[\w.-]*", key):
-        raise ConfigError(f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first no '.'.")
+def _check_names(states: Iterable[str]) -> None:
+    for key in states:
+        if not re.fullmatch(r"\w[\w.-]*", key):
+            raise ConfigError(
+                f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first no '.'."
+            )
 
 
 class _Task:
-    """At most one call at a time, in a thread that does not keep the process alive, or at once."""
+    """At most one call at a time, in a thread that does not keep the process alive, or immediately."""
 
     def __init__(self, asynchronous: bool) -> None:
         self._asynchronous = asynchronous
@@ -894,7 +849,7 @@ class _Task:
             call(*arguments)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Whether the call has ended, at the latest after so many seconds."""
+        """Waits for so many seconds. Returns whether the call has ended."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.is_running

@@ -12,8 +12,8 @@
             ...
             torch.save(loader.state_dict(), f"loader-{rank}.pt")
 
-An epoch has one order for all ranks and workers (``order.py``), which take turns. So ranks differ by one
-sample at most, ``len()`` is known, and the states of all ranks continue with any other number of ranks and workers.
+An epoch has one order for all ranks and workers (``order.py``), which take turns. So ranks differ by one sample at
+most, ``len()`` is known, and the states of all ranks continue with any other number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers import HuggingFaceDatasetReader, SeekingReader
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.blocks import FilesReader
 from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, parse_window
@@ -35,16 +35,19 @@ from datatrove_ckpt.torch.index import Index
 from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
 from datatrove_ckpt.torch.order import OPEN_BLOCKS
 from datatrove_ckpt.torch.seals import check_seals, find_states, load_file
-from datatrove_ckpt.torch.stateful import NoSamples, StatefulIterable, StatefulWrapper
+from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from datatrove_ckpt.torch.topology import Even, Topology
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
 Sample: TypeAlias = Any
-"""Whatever ``transform`` returns. Not a type variable, because that would need a type argument at each use."""
+"""A result of ``transform``. A type variable would need a type argument at each use."""
 
 
 def text_and_id(document: Document) -> dict[str, str]:
-    """The two fields that every document has, so that torch can collate the samples."""
+    """Returns the two fields that every document has, so that torch can collate the samples."""
     return {"text": document.text, "id": str(document.id)}
 
 
@@ -52,9 +55,8 @@ class ReaderDataset(StatefulIterable):
     """The documents of a reader.
 
     Args:
-        reader: a ``JsonlReader``, ``ParquetReader`` or ``IpcReader``, or a ``HuggingFaceDatasetReader`` with
-            ``load_from_disk=True`` whose values ``datasets`` does not make (images, sound, arrays). It is copied, and
-            its own state does not change. Its ``skip`` and ``limit`` count rows of the whole input.
+        reader: a ``JsonlReader``, ``ParquetReader`` or ``IpcReader``. It is copied, and its own state does not change.
+            Its ``skip`` and ``limit`` count rows of the whole input.
         rank: the rank of this process in the training.
         world_size: the number of processes in the training.
         shuffle_seed: order files, blocks and rows by this number and the epoch. None: by the reader's own, or in the
@@ -94,9 +96,15 @@ class ReaderDataset(StatefulIterable):
             raise ConfigError(f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}.")
         if isinstance(columns, str) or (columns is not None and (not columns or len({*columns}) < len(columns))):
             raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
-        files = _files_of(reader)
+        if not isinstance(reader, FilesReader):
+            raise ConfigError(
+                f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, ParquetReader or "
+                "IpcReader of datatrove_ckpt.readers; for a folder of save_to_disk, IpcReader(folder, "
+                "glob_pattern='data-*.arrow'). A stream of datasets, or images and sound of it, need no reader: give "
+                "the dataset itself to StatefulDataLoader, Pack or Mix."
+            )
         if shuffle_seed is None:
-            shuffle_seed = files.shuffle_seed
+            shuffle_seed = reader.shuffle_seed
         if transform is None and columns is None:
             transform = text_and_id
         batch = 1 if batch_size is None else batch_size
@@ -107,7 +115,7 @@ class ReaderDataset(StatefulIterable):
         self.transform = transform
         self.columns = columns
         self.settings = Settings(shuffle_seed, parse_window(shuffle_window), even, batch)
-        self._plain_reader = copy.copy(files)
+        self._plain_reader = copy.copy(reader)
         self._plain_reader.shuffle_seed = None  # the order is that of the epoch
         self._index = Index(self._plain_reader)
         if shuffle_seed is not None:  # rows of several files come together
@@ -126,10 +134,7 @@ class ReaderDataset(StatefulIterable):
             )
 
     def __len__(self) -> int:
-        """The number of samples of this rank in an epoch, all its workers together.
-
-        Rows that hold no document count.
-        """
+        """Returns the number of samples of this rank in an epoch. Rows that hold no document count."""
         return Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
 
     def set_epoch(self, epoch: int) -> None:
@@ -145,34 +150,16 @@ class ReaderDataset(StatefulIterable):
         if isinstance(self._running, Epoch):
             self._running.check_used(epoch)
 
-    def _begin(self, number: int | None, workers: int) -> Epoch | NoSamples:
-        slot = Slot(self.rank, self.world_size, number or 0, workers)
-        try:
-            state = self._loaded.take(number)
-            epoch, is_next = self._epoch_of(state)
-            self._check_again(state, epoch, number, workers)
-        except (CheckpointMismatch, ConfigError) as error:
-            if number is None:
-                raise
-            return NoSamples(error)  # raised here, it would end the workers only after seconds
-        if state is None and self.settings.seed is not None and self._shared.epoch_begins_again(number):
-            logger.warning(
-                f"Epoch {epoch} begins again, in the same order as before. Call set_epoch(epoch) before each epoch."
-            )
+    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Epoch:
         self._check_used(epoch)
-        if number is None:
-            self._shared.forget_workers()
         then = None
+        is_next = state is not None and state["epoch"] != epoch
         if state is not None and not is_next:
             then = DatasetState.from_json(state)
         plan = Plan(self._index.table, self.settings, slot, epoch, then)
         return Epoch(self._index, plan, self._plain_reader, self.columns, self.transform, is_next)
 
     # States --------------------------------------------------------------------------------------------------------
-
-    def _state(self) -> State:
-        state: State = self._running.state()
-        return state
 
     def _start_state(self) -> State:
         order = self.settings.order | {"shares": None}
@@ -185,78 +172,27 @@ class ReaderDataset(StatefulIterable):
         self._index.check(then.input)
 
     def made(self, state: State, workers: int) -> bool:
-        """Whether a worker of this rank made the state, with the number of ranks, ``workers`` and settings of now."""
         then = DatasetState.from_json(state)
         if then.slot is None:
             return True  # of all workers
         slot = Slot(self.rank, self.world_size, then.slot.worker, workers)
         return (then.slot, then.batch, then.even) == (slot, self.settings.batch, self.settings.even)
 
-    def _epoch_of(self, state: State | None) -> tuple[int, bool]:
-        """The number of this epoch, and whether it is the one after that of the state, which had ended.
-
-        Raises:
-            CheckpointMismatch: the state is of another epoch.
-        """
-        epoch = self._shared.epoch
-        if state is None:
-            return epoch, False
-        then = int(state["epoch"])
-        if epoch == then or not self._shared.epoch_was_set:
-            self._shared.adopt_epoch(then)
-            return then, False
-        if epoch == then + 1 and DatasetState.from_json(state).has_ended():
-            return epoch, True
-        raise CheckpointMismatch(
-            f"The state is of epoch {then}, and set_epoch({epoch}) was called. Start the loop of epochs at {then}, or "
-            f"start epoch {epoch} without the state."
-        )
-
-    def _check_again(self, state: State | None, epoch: int, number: int | None, workers: int) -> None:
-        """Loaders that keep in their state that they had ended drop the iterator that resumes there, and begin another
-        one, as torchdata does.
-
-        Raises:
-            CheckpointMismatch: an epoch that was at its end would be given once more.
-        """
-        if state is None:
-            again = self._shared.comes_again(self, epoch, number, workers)
-            if again is not None:
-                raise again
-        elif int(state["epoch"]) == epoch and DatasetState.from_json(state).has_ended():
-            self._shared.note_resumed_at_end(number)
+    def _has_ended(self, state: State) -> bool:
+        return DatasetState.from_json(state).has_ended()
 
 
-def _files_of(reader: SeekingReader) -> FilesReader:
-    """The reader, or one of the files that ``save_to_disk`` has written.
-
-    Raises:
-        ConfigError: its rows cannot be counted.
-    """
-    if isinstance(reader, FilesReader):
-        return reader
-    if isinstance(reader, HuggingFaceDatasetReader):
-        files = reader.saved_files()
-        if files is not None:
-            return files
-    raise ConfigError(
-        f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, ParquetReader or IpcReader of "
-        "datatrove_ckpt.readers, or a HuggingFaceDatasetReader with load_from_disk=True. A stream of datasets, or "
-        "images and sound of it, need no reader: give the dataset itself to StatefulDataLoader, Pack or Mix."
-    )
-
-
-def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
+def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -> int:
     """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each rank.
 
     Args:
         loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``, ``Pack`` or ``Mix``. It has not begun
             yet.
-        states: ``loader.state_dict()`` of each rank, in any order, or files that ``torch.save`` has made of them; or
-            one state that ``gather`` or ``merge`` has made.
+        states: ``loader.state_dict()`` of each rank, in any order, or files of ``torch.save`` with them; or one state
+            of ``merge``.
 
     Returns:
-        The number of the epoch with which the loop of epochs goes on: that of the states, or the next one if no rank
+        The number of the epoch with which the loop of epochs continues: that of the states, or the next one if no rank
         had a sample left. Then nothing is loaded, because torchdata begins a loader that had finished once more.
 
     Raises:
@@ -266,7 +202,7 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
             ``ReaderDataset.load_state_dict``.
     """
     dataset = loader.dataset
-    if not isinstance(dataset, ReaderDataset | StatefulWrapper):
+    if not isinstance(dataset, StatefulIterable):
         raise ConfigError(
             f"restore() needs a loader of a ReaderDataset, Pack or Mix, and this one has a {type(dataset).__name__}. "
             "Use loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
@@ -291,11 +227,11 @@ def restore(loader: Any, states: Iterable[State | str | PathLike[str]]) -> int:
     return epoch
 
 
-def epoch_of(loader: Any) -> int | None:
-    """The epoch of a loader's dataset, if that is one of ours, perhaps in a wrapper such as Accelerate's."""
+def epoch_of(loader: DataLoader) -> int | None:
+    """Returns the epoch of a loader's dataset of ours, also in a wrapper such as Accelerate's."""
     source = getattr(loader, "dataset", None)
     while source is not None:
-        if isinstance(source, ReaderDataset | StatefulWrapper):
+        if isinstance(source, StatefulIterable):
             return source._shared.epoch
         source = getattr(source, "dataset", None)
     return None

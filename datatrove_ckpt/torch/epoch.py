@@ -1,7 +1,6 @@
 """One iteration of a worker over its samples of an epoch.
 
-A ``Plan`` says which positions of the order the worker has, from the settings of the dataset and what was read before.
-An ``Epoch`` reads them.
+A ``Plan`` chooses the worker's positions in the order, and an ``Epoch`` reads them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _UNEVEN = 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a dataset that decide what each worker reads."""
+    """The settings of a dataset that decide which rows each worker reads."""
 
     seed: int | None
     window: Window
@@ -47,15 +46,15 @@ class Settings:
 
     @property
     def order(self) -> State:
-        """What a state keeps of these, beside the number of shares."""
+        """The part that a state keeps, beside the number of shares."""
         return {"shuffle_seed": self.seed, "window": [self.window.rows, self.window.bytes]}
 
 
 def parse_window(window: int | str) -> Window:
-    """A number of rows, or of bytes with a unit, such as "256MB".
+    """Parses a number of rows, or of bytes with a unit, such as "256MB".
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the window is neither.
     """
     if isinstance(window, str):
         size = parse_bytes(window)
@@ -67,13 +66,9 @@ def parse_window(window: int | str) -> Window:
 
 
 class Plan:
-    """What one worker reads.
+    """The rows of one worker.
 
     Args:
-        table: the input.
-        settings: of the dataset.
-        slot: the worker.
-        epoch: the number of the epoch.
         then: the state that the epoch continues, of this slot or of all; None: from its beginning.
 
     Raises:
@@ -109,12 +104,12 @@ class Plan:
             self.skipped = then.skipped
 
     def places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
-        """Shares and rows of this worker's samples from ``low`` to ``high``."""
+        """Returns shares and rows of this worker's samples from ``low`` to ``high``."""
         places = self._topology.places(self.slot.rank, self.slot.worker, np.arange(low, high))
         return self.order.locate(self._remaining.positions(places))
 
     def state(self, samples: int, input_state: State) -> DatasetState:
-        """The state after so many samples of this worker."""
+        """Returns the state after so many samples of this worker."""
         return DatasetState(
             epoch=self.epoch,
             order=self.settings.order | {"shares": self.shares},
@@ -139,17 +134,17 @@ class Plan:
 
 
 def make_order(table: BlockTable, settings: Settings, epoch: int, shares: int) -> EpochOrder:
-    """The order of an epoch. ``shares``: of whole files; 0: by rows."""
+    """Makes the order of an epoch. ``shares``: of whole files; 0: by rows."""
     if shares:
         return order_by_files(table, settings.seed, epoch, settings.window, shares)
     return order_by_rows(table, settings.seed, epoch, settings.window)
 
 
 def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> int:
-    """How many shares of whole files there are; 0: shares are cut by rows.
+    """Returns the number of shares of whole files; 0: shares are cut by rows.
 
-    By rows, each block is read by few workers if rows are shuffled and files can be entered anywhere. Else all workers
-    would read all blocks, so whole files are better, if they make even shares.
+    By rows, few workers read a block if rows are shuffled and files can be entered anywhere. Else all workers would
+    read all blocks, so whole files are better, if they make even shares.
     """
     count = topology.slots if topology.batch == 1 else topology.ranks
     if count == 1 or (settings.seed is not None and not table.is_stream.any()):
@@ -160,27 +155,27 @@ def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> i
 
 
 def _of_all(then: DatasetState, slot: Slot) -> DatasetState:
-    """The state of the only slot that there was is one of all, for any other slot."""
+    """Makes a state of all of the state of the only slot, for another slot."""
     if then.slot is None or then.slot == slot or (then.slot.world_size, then.slot.workers) != (1, 1):
         return then
     return merge_states([then])
 
 
-# The most that becomes Python objects together.
+# The limits of what becomes Python objects together.
 _CHUNK_BYTES = 2**22
 _CHUNK_ROWS = 8192
 
 
-class Epoch(Iterator[Any]):
+class Epoch(Iterator[object]):
     """The samples of one worker.
 
     Args:
         columns: samples are rows of these columns; None: documents.
-        transform: makes a sample of such a row or document; None: as it is.
-        after_end: the state that was loaded is of the end of the epoch before.
+        transform: makes a sample of such a row or document, or None.
+        after_end: the loaded state is of the end of the epoch before.
 
     Attributes:
-        rest: the samples behind the first one, for who wants no call in between.
+        rest: the samples behind the first one, without a call in between.
     """
 
     def __init__(
@@ -189,7 +184,7 @@ class Epoch(Iterator[Any]):
         plan: Plan,
         reader: SeekingReader,
         columns: Sequence[str] | None,
-        transform: Callable[[Any], Any] | None,
+        transform: Callable[[Any], object] | None,
         after_end: bool = False,
     ) -> None:
         self._index = index
@@ -204,26 +199,22 @@ class Epoch(Iterator[Any]):
         self._is_used = False
         self._skipped = 0
         self._missing = plan.skipped
-        self.rest: Iterator[Any] = self._read()
+        self.rest = self._read()
         if transform is not None:
             self.rest = map(transform, self.rest)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         self._is_used = True
         return next(self.rest)
 
     def state(self) -> State:
-        """The state after the latest sample."""
         return self._start | {"samples": self._samples, "skipped": self._missing}
 
     def check_used(self, next_epoch: int) -> None:
-        """Called before the next epoch.
+        """Raises CheckpointMismatch before the next epoch if this epoch gave nothing.
 
         A loader without workers keeps in its state that its dataset has ended. If that state was saved at the last
-        batch of an epoch, and the loop resumes in the epoch after it, the loader gives nothing and asks for nothing.
-
-        Raises:
-            CheckpointMismatch: that happened.
+        batch of an epoch, and the loop resumes in the epoch after it, the loader reads nothing.
         """
         if self._after_end and not self._is_used and self._plan.samples and next_epoch != self._plan.epoch:
             self._after_end = False
@@ -234,7 +225,7 @@ class Epoch(Iterator[Any]):
                 f"{epoch} follows."
             )
 
-    def _read(self) -> Iterator[Any]:
+    def _read(self) -> Iterator[object]:
         source = RowSource(self._index, self._plan.order, self._columns)
         while self._samples < self._plan.samples:
             first = self._samples
@@ -247,25 +238,24 @@ class Epoch(Iterator[Any]):
                 if sample is not None:
                     yield sample
 
-    def _samples_of(self, source: RowSource, first: int, last: int) -> Iterable[Any]:
+    def _samples_of(self, source: RowSource, first: int, last: int) -> Iterable[object]:
         places = self._plan.places(first, last)
         if self._columns is None:
             return map(self._make, source.rows(*places))
         return source.samples(*places)
 
-    def _make(self, row: Row) -> Any:
-        """The document of a row, or the row itself if there are columns; None: it is damaged, or holds no document."""
+    def _make(self, row: Row) -> object:
+        """Makes a document of a row, or returns the row if there are columns; None: damaged, or no document."""
         if row.data is None:
             return None
         if self._columns is not None:
             return json_row(row.data)
         return self._reader.get_document_from_dict(row.data, row.name, row.number)
 
-    def _instead_of(self, source: RowSource, number: int) -> Any:
-        """The sample that comes instead of the worker's row with this number, which holds no document.
+    def _instead_of(self, source: RowSource, number: int) -> object:
+        """Returns a sample in place of the worker's row with this number, which holds no document.
 
-        Ranks that must be even get the worker's next document twice: it depends on the order alone, so that a resumed
-        run gets the same one. Else there is none.
+        Ranks that must be even get the worker's next document twice, which depends on the order alone. Others: None.
 
         Raises:
             InputError: no row of the worker's share is a document.

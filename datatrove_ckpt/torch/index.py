@@ -1,33 +1,35 @@
-"""The input of a training run, as its order needs it: blocks, files, and rows at places of the order."""
+"""The input of a training: blocks, files, and rows at places of an order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
 from datatrove_ckpt.torch.batches import Batches, Parts, owned
+from datatrove_ckpt.torch.block_file import Rows
 from datatrove_ckpt.torch.blocks import BlockInput, FilesReader
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
 from datatrove_ckpt.torch.samples import json_row, table_rows
 
 _OF_DICTS = 3
-"""How much larger the dicts of JSONL are than their lines."""
+"""Size of the dicts of JSONL, for each byte of their lines."""
 
 
 class Row(NamedTuple):
     """A row, the name of its file, and its number there. ``data`` is None for a damaged line of JSONL."""
 
-    data: dict[str, Any] | None
+    data: JsonObject | None
     name: str
     number: int
 
@@ -46,12 +48,12 @@ class Index:
         self.table = BlockTable(self.blocks, self.blocks.sequential, reader.skip, reader.limit, size)
         self._inputs = inputs = self.blocks._inputs
         files = inputs.digest(len(inputs.names)).state()
-        # How the files are sampled, and a hash of the samples: of the ETags of remote files, which cost nothing.
+        # How the files are sampled, and a hash of the samples. The ETags of remote files cost nothing.
         samples = "\n".join(map(inputs.sample, range(len(inputs.names))))
         content = ["bytes" if inputs.folder.is_local() else "tags", xxh3_64_hexdigest(samples.encode())]
         own = {"skip": reader.skip, "limit": reader.limit, "content": content}
         self.state: State = {"files": files, "rows": self.table.total, "blocks": self.table.hash} | own
-        """Which files and rows these are: names, sizes and samples of all, and the number of rows of each block."""
+        """Names, sizes and samples of all files, and the number of rows of each block."""
 
     def check(self, then: State) -> None:
         """Raises CheckpointMismatch if a state was made for other files or rows."""
@@ -85,11 +87,11 @@ class _Loaded:
 
     number: int
     window: OpenWindow
-    rows: Batches | list[dict[str, Any] | None]
+    rows: Batches | list[JsonObject | None]
     moved: Numbers
 
     def take(self, rows: Numbers) -> Parts:
-        """The rows with these numbers in the window."""
+        """Takes the rows with these numbers in the window."""
         piece, places = self._find(rows)
         places = places + self.moved[piece]
         if isinstance(self.rows, list):
@@ -97,19 +99,19 @@ class _Loaded:
         return self.rows.take(places)
 
     def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """For each of these rows, its block, and its number in the block."""
+        """Returns for each of these rows its block, and its number there."""
         piece, places = self._find(rows)
         pieces = self.window.pieces
         return pieces.block[piece], pieces.start[piece] + places - (np.cumsum(pieces.rows) - pieces.rows)[piece]
 
     def _find(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """The pieces of these rows, and their numbers over all pieces."""
+        """Returns the pieces of these rows, and their numbers over all pieces."""
         places = self.window.order[rows]
         return np.searchsorted(np.cumsum(self.window.pieces.rows), places, side="right"), places
 
 
 class RowSource:
-    """Rows of an order by their places. Holds the open window of each share that it reads, and no others."""
+    """Rows of an order by their places. Holds only the open window of each share that it reads."""
 
     def __init__(self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None) -> None:
         self._index = index
@@ -118,34 +120,33 @@ class RowSource:
         self._open: dict[int, _Loaded] = {}
 
     def rows(self, shares: Numbers, rows: Numbers) -> list[Row]:
-        """The rows with these numbers in their shares."""
-        found: list[Row | None] = [None] * len(shares)
+        """Reads the rows with these numbers in their shares."""
+        found: dict[int, Row] = {}
         table = self._index.table
         names = self._index.blocks.names
         for places, data, share, numbers in self._parts(shares, rows):
             block, in_block = self._open[share].origins(numbers)
-            files = table.file[block].tolist()
+            files = [names[file] for file in table.file[block].tolist()]
             lines = (table.first[block] + in_block).tolist()
             if not isinstance(data, list):
                 data = data.to_pylist()
-            for place, one, file, line in zip(places.tolist(), data, files, lines, strict=True):
-                found[place] = Row(one, names[file], line)
-        return [row for row in found if row is not None]
+            found.update(zip(places.tolist(), map(Row, data, files, lines), strict=True))
+        return [found[place] for place in range(len(shares))]
 
-    def samples(self, shares: Numbers, rows: Numbers) -> list[dict[str, Any] | None]:
-        """The same as plain dicts, without their origin. Lists of numbers are arrays. None: a damaged line."""
-        found: list[dict[str, Any] | None] = [None] * len(shares)
+    def samples(self, shares: Numbers, rows: Numbers) -> list[JsonObject | None]:
+        """Reads the rows as plain dicts, in which lists of numbers are arrays. None: a damaged line."""
+        found: dict[int, JsonObject | None] = {}
+        made: Sequence[JsonObject | None]
         for places, part, _, _ in self._parts(shares, rows):
             if isinstance(part, list):
                 made = [row and json_row(row) for row in part]
             else:
                 made = table_rows(part)
-            for place, sample in zip(places.tolist(), made, strict=True):
-                found[place] = sample
-        return found
+            found.update(zip(places.tolist(), made, strict=True))
+        return [found[place] for place in range(len(shares))]
 
-    def _parts(self, shares: Numbers, rows: Numbers) -> Iterator[tuple[Numbers, Any, int, Numbers]]:
-        """Some of the rows: which these are, a table or list of them, their share, and their numbers in its window."""
+    def _parts(self, shares: Numbers, rows: Numbers) -> Iterator[tuple[Numbers, Rows, int, Numbers]]:
+        """Yields rows in parts: which these are, the rows, their share, and their numbers in its window."""
         for share in np.unique(shares).tolist():
             mine = np.flatnonzero(shares == share)
             windows = self._order.shares[share].window_of(rows[mine])
@@ -159,12 +160,12 @@ class RowSource:
     def _load(self, share: int, number: int) -> None:
         if share in self._open and self._open[share].number == number:
             return
-        self._open.pop(share, None)  # its memory is free before the next window is read
+        self._open.pop(share, None)  # frees its memory before the next window is read
         window = self._order.shares[share].window(number)
+        # In the order of the files, so that a large row group is decoded once for all of its blocks in the window.
         read = np.argsort(window.pieces.block, kind="stable")
-        # In the order of the files: a large row group is then decoded once for all of its blocks in the window.
         parts = self._read(window, read)
-        loaded: Batches | list[dict[str, Any] | None]
+        loaded: Batches | list[JsonObject | None]
         if self._index.blocks.gives_dicts:
             loaded = list(chain.from_iterable(parts))
         else:
@@ -174,7 +175,7 @@ class RowSource:
         moved[read] = np.cumsum(count[read]) - count[read]
         self._open[share] = _Loaded(number, window, loaded, moved - (np.cumsum(count) - count))
 
-    def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Any]:
+    def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Rows]:
         blocks = self._index.blocks
         pieces = window.pieces
         last = -1
@@ -183,11 +184,11 @@ class RowSource:
             if window.shuffled and last not in (-1, file):
                 blocks.let_go(last)
             last = file
-            yield self._piece(window, place)  # not a name, which would hold it while the next one is read
+            yield self._piece(window, place)  # a name would hold it while the next one is read
         if window.shuffled:
             blocks.let_go(last)
 
-    def _piece(self, window: OpenWindow, place: int) -> Any:
+    def _piece(self, window: OpenWindow, place: int) -> Rows:
         blocks = self._index.blocks
         pieces = window.pieces
         start = int(pieces.start[place])

@@ -1,8 +1,8 @@
 """JSONL as blocks: the lines are counted once, and read again from places that the count has noted.
 
-A row is a line that is not blank. A part is about 1 MiB of whole lines, so the places are the sums of the parts' sizes.
-A damaged line is a row, because only parsing shows it. A compressed file is decompressed from its beginning up to the
-part; it stays open, so parts that are asked for in order are decompressed once.
+A row is a line that is not blank, also a damaged one, which only parsing shows. A part is about 1 MiB of whole lines. A
+compressed file is decompressed from its beginning up to the part; it stays open, so parts in order are decompressed
+once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _SKIP_BYTES = 2**20
 
 
 class LineBlocks(BlockFile):
-    """One JSONL file. See ``BlockFile``.
-
-    Args:
-        keys: columns that some line of the input had; this adds to them.
-    """
+    """One JSONL file. ``keys``: columns that some line of the input had, to which this file adds its own."""
 
     def __init__(self, reader: JsonlReader, name: str, known: FileIndex | None, keys: set[str]) -> None:
         self._keys = keys
@@ -42,11 +38,11 @@ class LineBlocks(BlockFile):
         self._at = 0  # offset in the content
         self._last: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
         self._part = b""
-        self.set_index(known or FileIndex(tuple(self._count()), sequential=not self._is_plain), known, name)
+        self.set_index(known or FileIndex(tuple(self._count()), sequential=not self._is_plain), known)
         self._offsets = [0, *accumulate(group.bytes for group in self.index.groups)]
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> list[Row | None]:
-        """The rows of a part. A row without a column that is asked for has None there."""
+        """Reads rows of a part. A row that lacks one of the ``columns`` has None there."""
         number, start = self.part_of(first)
         if self._last[0] != number:
             with ExitStack() as stack:
@@ -57,14 +53,13 @@ class LineBlocks(BlockFile):
         if columns is None:
             return parsed
         if not self._keys.issuperset(columns):
-            # Keys that no line of the first block has are refused. Later, a key that few lines have may be missing.
+            # Keys that no line of the first block has are refused. Later blocks may lack a key that few lines have.
             found = {key: None for row in parsed if row for key in row}
             check_columns([*found, *self._keys.difference(found)], columns, self._name)
             self._keys.update(columns)
         return [row and {column: row.get(column) for column in columns} for row in parsed]
 
     def close(self) -> None:
-        """Closes the file."""
         self._stack.close()
         self._file = None
         self._last = (-1, [])
@@ -78,7 +73,7 @@ class LineBlocks(BlockFile):
                 yield Group(_count_lines(part), len(part))
 
     def _lines(self, number: int) -> list[bytes]:
-        """The lines of a part that are not blank. Raises CheckpointMismatch if they are not those that were counted."""
+        """Reads the lines of a part. Raises CheckpointMismatch if they are not those that were counted."""
         offset = self._offsets[number]
         group = self.index.groups[number]
         if self._file is None or (offset < self._at and not self._is_plain):
@@ -97,7 +92,7 @@ class LineBlocks(BlockFile):
         self._at = offset + len(part)
         self._part = part
         lines = _split(part)
-        # The lines around it are those of other parts, so a line that was moved across its ends shows, too.
+        # A line that was moved across the ends of a part shows, too.
         is_whole = part.endswith(b"\n") or number == len(self.index.groups) - 1
         if len(part) != group.bytes or len(lines) != group.rows or not is_whole:
             raise changed(self._name)
@@ -115,13 +110,13 @@ class LineBlocks(BlockFile):
 
 
 def _count_lines(part: bytes) -> int:
-    """How many lines are not blank. Most files have neither blank lines nor lone carriage returns, and no last one."""
+    """Counts lines that are not blank: fast for most files, without blank lines and carriage returns."""
     if b"\r" in part:
         return len(_split(part))
     content = np.frombuffer(part, dtype=np.uint8)
     ends = np.flatnonzero(content == ord("\n"))
     if len(ends) and ends[-1] == len(content) - 1:
-        ends = ends[:-1]  # no line follows the last one
+        ends = ends[:-1]
     firsts = content[ends + 1]
     if content[0] <= ord(" ") or (firsts <= ord(" ")).any():
         return len(_split(part))

@@ -1,10 +1,9 @@
 """How the states of all workers of all ranks become one that any number of ranks and workers can load.
 
-Of a ``ReaderDataset`` ``states.py`` does that. The state of a ``Pack`` or ``Mix`` holds those of its sources, which are
-merged one by one, and its own:
+``states.py`` merges those of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of its sources, and:
 
-    Pack   the tokens that each packer had left: a list, of which each new packer takes its part
-    Mix    where each source is, and the sum of what was drawn
+    Pack   a list of the tokens that each packer had left, which the new packers share
+    Mix    where each source is, and the sum of the draws
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
 def merge(states: Iterable[State | str | PathLike[str]]) -> State:
     """Makes one state of those of all ranks. ``load_state_dict`` of a ``ReaderDataset`` takes it with any number of
-    ranks and workers: no sample of the epoch is seen twice, and none is left out. ``Pack`` and ``Mix`` say what holds
-    for theirs.
+    ranks and workers: no sample of the epoch is seen twice, and none is left out. See also ``Pack`` and ``Mix``.
 
     Args:
         states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or something that holds it, or
@@ -46,7 +44,7 @@ def merge(states: Iterable[State | str | PathLike[str]]) -> State:
 def check_snapshots(content: object) -> None:
     """Raises CheckpointMismatch if the state of a loader is newer than those of its workers that it holds.
 
-    torchdata's loader resumes from those, and drops the batches that it had given since. Nothing else can do that.
+    Only torchdata's loader can resume there: it drops the batches that it had given since.
     """
     for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
         raise CheckpointMismatch(
@@ -57,12 +55,12 @@ def check_snapshots(content: object) -> None:
 
 
 def is_ours(content: object) -> bool:
-    """Whether this is a state of a ``ReaderDataset``, ``Pack`` or ``Mix``."""
+    """Returns whether this is a state of a ``ReaderDataset``, ``Pack`` or ``Mix``."""
     return is_state(content) or (isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys())
 
 
 def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
-    """One state of those of all workers. ``alone``: see ``merge_states``."""
+    """Merges the states of all workers. ``alone``: see ``merge_states``."""
     if not states:
         raise ConfigError(
             "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the loaders' state_dict()."
@@ -88,7 +86,7 @@ def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
     states = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
     ended = [bool(state["finished"]) for state in states]
     if alone:
-        given = [state.get("given", state.get("drawn", 0)) for state in states]
+        given = [int(state.get("given") or state.get("drawn") or 0) for state in states]
         check_steps([state["slot"][0] for state in states], given, ended)
     merged = {key: first[key] for key in ("kind", "version", "options", "epoch")}
     merged |= {"slot": None, "finished": all(ended)}
@@ -115,7 +113,7 @@ def _mixes(states: Sequence[State]) -> State:
 
 
 def _of_source(workers: Sequence[State]) -> State:
-    """Where one source of all workers is. Those that have passed the first pass that is not over had all of it."""
+    """Merges one source of all workers, in the first pass that is not over: later workers had all of it."""
     live = [one for one in workers if one["is_live"]]
     here = min(live or workers, key=lambda one: int(one["passes"]))
     states = []
@@ -134,7 +132,7 @@ def _of_source(workers: Sequence[State]) -> State:
 
 
 def _end(state: State | None, other: State | None) -> State | None:
-    """The end of the pass in which ``other`` is, of the worker that made ``state``."""
+    """Makes the state at the end of the pass of ``other``, of the worker that made ``state``."""
     if state is None or other is None:
         return None
     if is_state(state):

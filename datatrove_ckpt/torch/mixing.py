@@ -3,9 +3,8 @@
     mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
     loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
 
-Which source the n-th sample comes from is a hash of seed, epoch, rank, worker and n: nothing else has to be kept, and
-stops change nothing. Where the states of several workers become one, n goes on at the sum of theirs: no number of a
-worker is drawn twice.
+The source of the n-th sample is a hash of seed, epoch, rank, worker and n, so stops change nothing. A merged state of
+several workers continues n at the sum of theirs: no number of a worker is drawn twice.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.stateful import StatefulWrapper, at_epoch, end_state
+from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, at_epoch, end_state
 from datatrove_ckpt.torch.states import Slot
 
 AtEnd: TypeAlias = Literal["stop", "drop", "repeat"]
@@ -34,25 +33,27 @@ _PASS = 32  # bits: the n-th pass of a source in epoch e is its epoch e + (n << 
 class Mix(StatefulWrapper):
     """Samples of several stateful iterables, drawn by weight.
 
-    Each worker draws for itself, from its own shares of the sources. Another number of ranks or workers continues with
-    the states of all (``restore``, ``merge``), if the sources' rows are counted. What is left of each source is dealt
-    out anew, and other draws follow, which depend on the states alone. No sample comes twice, and with "drop" none is
-    left out. With "repeat" none is left out either: a source goes on in the first pass that is not over for all, so
-    that samples of later passes, which some workers had begun, may come once more.
+    Each worker draws from its own shares of the sources. Another number of ranks or workers continues with the states
+    of all (``restore``, ``merge``), if the sources' rows are counted. The rest of each source is dealt out anew, and
+    other draws follow, which depend on the states alone. No sample comes twice, and with "drop" or "repeat" none is
+    left out. With "repeat" a source continues in the first pass that is not over for all, so samples of later passes,
+    which some workers had begun, may come once more.
 
     Args:
         sources: stateful iterables.
-        weights: how often each is drawn, relative to the others.
+        weights: how often each source is drawn, relative to the others.
         seed: of the draws.
-        at_end: what follows when a source ends. "stop": the epoch ends there, and what is left of the others is not
-            read. "drop": the others go on, with their weights, until all have ended; each sample is seen once.
+        at_end: what follows when a source ends. "stop": the epoch ends, and the rest of the others is not read.
+            "drop": the others continue, with their weights, until all have ended; each sample is seen once.
             "repeat": the source begins again, in another order if it shuffles, until each has ended at least once.
 
     Raises:
         ConfigError: a setting cannot work.
     """
 
-    def __init__(self, sources: Sequence[Any], weights: Sequence[float], seed: int = 0, at_end: AtEnd = "stop") -> None:
+    def __init__(
+        self, sources: Sequence[Source], weights: Sequence[float], seed: int = 0, at_end: AtEnd = "stop"
+    ) -> None:
         super().__init__(sources)
         if not sources or len(sources) != len(weights):
             raise ConfigError(f"weights must have one number for each source: {len(sources)}, not {len(weights)}.")
@@ -66,35 +67,32 @@ class Mix(StatefulWrapper):
         self.warned: set[int] = set()  # sources that gave no sample: one warning of each in a process
 
     def __len__(self) -> int:
-        """The number of samples of an epoch, if all are read once.
+        """Returns the number of samples of an epoch, if all are read once.
 
         Raises:
             TypeError: with another ``at_end`` than "drop", or if a source does not know its length.
         """
         if self.at_end != "drop":
             raise TypeError(f"A Mix with at_end={self.at_end!r} does not know how many samples it has. Set max_steps.")
-        return sum(len(source) for source in self._sources)
-
-    @property
-    def rank(self) -> int:
-        """The rank of the sources, so that ranks do not all draw the same sources at the same time."""
-        return next((int(source.rank) for source in self._sources if hasattr(source, "rank")), 0)
+        sources: list[Any] = self._sources
+        return sum(map(len, sources))
 
     def _options(self) -> State:
         return {"weights": self.weights, "seed": self.seed, "at_end": self.at_end}
 
-    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Mixing:
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Mixing:
         if state is None:
             state = {"drawn": 0, "sources": [None] * len(self._sources)}
         started = [self._start(number, epoch, each) for number, each in enumerate(state["sources"])]
-        draws = f"{self.seed}/{epoch}/{self.rank}/{slot.worker}/{slot.workers}"
+        # The rank counts, so that ranks do not all draw the same sources at the same time.
+        draws = f"{self.seed}/{epoch}/{slot.rank}/{slot.worker}/{slot.workers}"
         return Mixing(self, epoch, draws, started, int(state["drawn"]))
 
     def _source_states(self, state: State) -> list[State | None]:
         return [one["state"] for one in state.get("sources", [])]
 
     def _start(self, number: int, epoch: int, state: State | None) -> _Source:
-        """Starts a source, or resumes it. One that has ended is not touched."""
+        """Starts a source, or resumes it, unless it has ended."""
         source = _Source(number)
         if state is not None:
             source = _Source(number, **{key: state[key] for key in _KEPT}, last=state["state"])
@@ -123,10 +121,10 @@ class _Source:
     Attributes:
         number: its index.
         passes: how often it has begun again.
-        has_given: whether this pass gave a sample. A source without any is not begun again.
+        has_given: whether this pass gave a sample. Else the source does not begin again.
         has_ended: whether a pass has ended.
         is_live: whether it is drawn.
-        last: at its end, its state there.
+        last: its state at its end.
     """
 
     number: int
@@ -137,7 +135,7 @@ class _Source:
     last: State | None = None
     is_at_end: bool = True
     iterable: Any = None
-    iterator: Iterator[Any] = field(default_factory=lambda: iter(()))
+    iterator: Iterator[object] = field(default_factory=lambda: iter(()))
 
     def state(self) -> State:
         kept = {key: getattr(self, key) for key in _KEPT}
@@ -146,7 +144,7 @@ class _Source:
         return kept | {"state": self.iterable.state_dict()}
 
 
-class Mixing(Iterator[Any]):
+class Mixing(Iterator[object]):
     """One pass of a ``Mix``."""
 
     def __init__(self, mix: Mix, epoch: int, draws: str, sources: list[_Source], drawn: int) -> None:
@@ -158,10 +156,10 @@ class Mixing(Iterator[Any]):
         self._drawn = drawn
         self._weigh()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         while not self.finished:
             number = xxh3_64_intdigest(f"{self._draws}/{self._drawn}".encode()) / 2**64
-            # The product may round up to the sum itself.
+            # The product may round up to the sum.
             source = self._live[min(bisect_right(self._sums, number * self._sums[-1]), len(self._live) - 1)]
             sample = next(source.iterator, _END)
             if sample is not _END:
@@ -172,14 +170,15 @@ class Mixing(Iterator[Any]):
         raise StopIteration
 
     def state(self) -> State:
-        return {"drawn": self._drawn, "sources": [one.state() for one in self._sources]}
+        sources = [source.state() for source in self._sources]
+        return {"finished": self.finished, "drawn": self._drawn, "sources": sources}
 
     def _weigh(self) -> None:
         self._live = [source for source in self._sources if source.is_live]
         self._sums = list(accumulate(self._mix.weights[source.number] for source in self._live))
 
     def _end(self, source: _Source) -> None:
-        """A source gave no more samples. The same number is drawn again, from what is there now."""
+        """Ends a source. The next draw has the same number."""
         source.has_ended = source.is_at_end = True
         source.last = end_state(source.iterable)
         if not source.has_given and source.number not in self._mix.warned:

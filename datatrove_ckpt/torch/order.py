@@ -1,21 +1,19 @@
 """The order of an epoch: which row of which block stands at which position. Pure: no files, no torch.
 
-An epoch has one order, however many ranks and workers read it. Seed, epoch, window and the blocks of the input define
-it, so a position (the number of samples before it) is all that a state needs, and another number of ranks or workers
-can continue there.
+Seed, epoch, window and the blocks of the input define one order for all ranks and workers. So a position (the number of
+samples before it) is all that a state needs, and another number of ranks or workers can continue there.
 
     blocks -> shuffled, so that each stretch has blocks of all files in proportion
            -> cut into canonical shares of equal numbers of rows
            -> each share is read window by window; the rows of a window come in shuffled order
            -> position p is row p // shares of share p % shares, while all shares have rows
 
-Canonical shares, dealt out to whatever workers there are, are the idea of MosaicML Streaming (``num_canonical_nodes``).
-There they are for nodes that keep files; here they let a worker read only some of the blocks: with as many workers as
-shares, each block is read once. The number of shares follows from the window and the input, and never from the workers.
+Canonical shares that are dealt out to workers are the idea of MosaicML Streaming (``num_canonical_nodes``). There nodes
+keep files; here a worker reads only some of the blocks: with as many workers as shares, each block is read once. The
+number of shares follows from the window and the input, and never from the workers.
 
-A file that cannot be entered in the middle (a compressed one) is read from its beginning. Its blocks keep their order,
-and up to ``OPEN_STREAMS`` such files are read at a time in a share. So rows of such an input mix with those of other
-files, and with those of their own file within the window.
+A compressed file is read from its beginning. Its blocks keep their order, and a share reads up to ``OPEN_STREAMS`` such
+files at a time. So their rows mix with rows of other files, and with rows of their own file within the window.
 
 Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with its version.
 """
@@ -39,17 +37,17 @@ if TYPE_CHECKING:
     from datatrove_ckpt.torch.blocks import Block
 
 OPEN_BLOCKS = 24
-"""A share has at least this many blocks in its window, if the window has room for them: else there are fewer shares."""
+"""A share has at least this many blocks in its window; else there are fewer shares."""
 OPEN_STREAMS = 16
 _ROW_BYTES = 64
-"""What a row counts in a window at least: its place in the order takes some, too."""
+"""The least size of a row in a window: its place in the order takes memory, too."""
 _SHARE_COUNTS = (1, 2, 4, *(3 * 2**n for n in range(1, 14)))
 """Numbers with many divisors: workers that divide the number of shares read no block twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How much is shuffled at once, over all ranks and workers. One of the two is None."""
+    """The size of the shuffle, over all ranks and workers. One of the two is None."""
 
     rows: int | None = None
     bytes: int | None = 2**28
@@ -64,9 +62,9 @@ class BlockTable:
 
     Args:
         blocks: in the order of the input.
-        streams: the files that cannot be entered in the middle.
-        skip: leave out that many rows at the beginning.
-        limit: and all rows after so many; -1: none.
+        streams: the compressed files.
+        skip: leave out so many rows at the beginning.
+        limit: leave out all rows after so many; -1: none.
         size: bytes of a row in memory, for each of its bytes in the file.
     """
 
@@ -89,7 +87,7 @@ class BlockTable:
 
     @cached_property
     def hash(self) -> str:
-        """Changes with the rows and bytes of any block, and with what is left out."""
+        """Changes with the rows and bytes of any block, and with ``skip`` and ``limit``."""
         columns = np.stack([self.file, self.first, self.start, self.rows, self.bytes])
         return xxh3_64_hexdigest(columns.astype("<i8").tobytes())
 
@@ -99,13 +97,13 @@ class BlockTable:
         return np.flatnonzero(self.rows)
 
     def weights(self, window: Window) -> Numbers:
-        """What each block takes of the window."""
+        """Returns the size of each block in the unit of the window."""
         if window.rows is not None:
             return self.rows
         return np.maximum(self.bytes, 1)
 
     def mean(self, window: Window) -> float:
-        """What a block takes of the window on average; 0: there are not two."""
+        """Returns the mean size of a block in the unit of the window; 0: there are not two."""
         if len(self.used) > 1:
             return float(self.weights(window)[self.used].mean())
         return 0.0
@@ -125,10 +123,10 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
-    """A window of one share: what must be read for it, and which of these rows comes when.
+    """A window of one share.
 
     ``order[i]``: the row that is the ``i``-th of the window, counted over all its pieces. ``first``: the number of the
-    window's first row in its share. ``shuffled``: the next window does not go on where this one ends.
+    window's first row in its share. ``shuffled``: the next window does not begin where this one ends.
     """
 
     pieces: Pieces
@@ -156,7 +154,7 @@ class Share:
         self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1]
 
     def window_of(self, rows: Numbers) -> Numbers:
-        """The numbers of the windows in which these rows of the share are."""
+        """Returns the windows of these rows of the share."""
         found: Numbers = np.searchsorted(self._ends, rows, side="right")
         return found
 
@@ -176,10 +174,7 @@ class Share:
 
 
 class EpochOrder:
-    """All canonical shares of an epoch, and where each position is in them.
-
-    Shares take turns, one row each. A share that has ended is left out from then on.
-    """
+    """All canonical shares of an epoch, which take turns, one row each, until they end."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
         self.shares = shares
@@ -191,7 +186,7 @@ class EpochOrder:
         self._starts = np.concatenate([[0], np.cumsum(counts * np.diff(self._levels))])
 
     def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
-        """For each position, its share and its row there."""
+        """Returns the share of each position, and its row there."""
         share = np.empty_like(positions)
         row = np.empty_like(positions)
         level = np.searchsorted(self._starts, positions, side="right") - 1
@@ -205,7 +200,7 @@ class EpochOrder:
 
 
 def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Window) -> EpochOrder:
-    """The order that does not depend on who reads. ``seed`` None: the order of the input, in one share."""
+    """Makes the order that does not depend on the readers. ``seed`` None: the order of the input, in one share."""
     if seed is None:
         return EpochOrder([Share(_whole(table, table.used), table.weights(window)[table.used], 0, None)])
     salt = hashed(seed, epoch)
@@ -226,9 +221,9 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
 
 
 def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Window, count: int) -> EpochOrder:
-    """Each share has whole files, so that shares may differ in length. ``count``: the number of shares.
+    """Makes ``count`` shares of whole files, which may differ in length.
 
-    A share has at least ``OPEN_BLOCKS`` blocks in its window, because a worker that reads one share mixes these alone.
+    A share has at least ``OPEN_BLOCKS`` blocks in its window, because a worker that reads one share mixes only these.
     """
     share_of = deal_files(table, count)[table.file[table.used]]
     weights = table.weights(window)
@@ -248,7 +243,7 @@ def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Wind
 
 
 def deal_files(table: BlockTable, count: int) -> Numbers:
-    """The share of each file, of ``count`` shares: the longest file first, each to the share with the fewest rows."""
+    """Deals the files out to ``count`` shares: the longest file first, each to the share with the fewest rows."""
     rows = np.bincount(table.file, weights=table.rows).astype(np.int64)
     sums = [(0, number) for number in range(count)]
     dealt = np.zeros(len(rows), np.int64)
@@ -260,7 +255,7 @@ def deal_files(table: BlockTable, count: int) -> Numbers:
 
 
 def unevenness(table: BlockTable, count: int) -> float:
-    """What part of the longest share the shortest one lacks, if whole files are dealt out."""
+    """Returns which part of the longest share the shortest one lacks, if whole files are dealt out."""
     sums = np.bincount(deal_files(table, count)[table.file], weights=table.rows, minlength=count)
     if len(sums) and sums.max():
         return float(1 - sums.min() / sums.max())
@@ -268,11 +263,11 @@ def unevenness(table: BlockTable, count: int) -> float:
 
 
 def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
-    """The blocks in an order in which each stretch has blocks of all files, in proportion to their rows."""
+    """Orders blocks so that each stretch has blocks of all files, in proportion to their rows."""
     if not len(blocks):
         return blocks
     files, inverse = np.unique(table.file[blocks], return_inverse=True)
-    # The blocks file by file, each file's in random order; those of a stream in their own.
+    # The blocks file by file, in random order; the blocks of a stream in their own order.
     within = np.where(table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt))
     own = np.lexsort((within, inverse))
     blocks = blocks[own]
@@ -294,17 +289,17 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
 
 
 def scramble(count: int, salt: int) -> Numbers:
-    """The numbers below ``count`` in an order that depends on ``salt`` alone."""
-    # No two hashes are equal (splitmix64 is a bijection), so the fastest way of sorting gives the same order.
+    """Orders the numbers below ``count`` by ``salt``."""
+    # splitmix64 is a bijection, so the fastest sort gives the same order.
     found: Numbers = np.argsort(_hashes(np.arange(count), salt))
     return found
 
 
 def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numbers:
-    """A window's rows in another shuffled ``order``, in which each stretch has its part of each file's rows.
+    """Changes a shuffled ``order`` so that each stretch has its part of each file's rows.
 
-    Of files with equal numbers of rows, each turn has one row of each, in any order. So neighbours are of one file only
-    where a turn ends and the next begins.
+    Each turn has one row of each of the files with equal numbers of rows, in any order. So neighbours are of one file
+    only where a turn ends and the next begins.
     """
     numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
     file = np.repeat(of_file, pieces.rows)
@@ -334,10 +329,7 @@ def _whole(table: BlockTable, blocks: Numbers) -> Pieces:
 
 
 def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
-    """The pieces' rows from ``low`` to ``high``, counted over all of them. Pieces at the edges are cut.
-
-    ``ends``: the sums of the pieces' rows.
-    """
+    """Cuts the rows from ``low`` to ``high``, counted over all pieces. ``ends``: the sums of the pieces' rows."""
     first = int(np.searchsorted(ends, low, side="right"))
     last = first
     if high > low:
@@ -349,7 +341,7 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
 
 
 def _cut_windows(weights: Numbers, limit: float) -> Numbers:
-    """The first piece of each window, and the number of pieces. A window has one piece at least."""
+    """Returns the first piece of each window, and the number of pieces. A window has one piece at least."""
     if limit <= 0:
         return np.arange(len(weights) + 1)
     cuts = [0]

@@ -3,7 +3,7 @@
     rows = ReaderDataset(reader, rank, world_size, transform=tokenize)   # {"input_ids": [...]}
     loader = StatefulDataLoader(Pack(rows, 4096, separator=eos), batch_size=8, num_workers=4)
 
-No token is lost between two samples, and none at a stop: the tokens that have no sample yet are part of the state.
+No token is lost between two samples or at a stop: the tokens without a sample are part of the state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.stateful import StatefulWrapper, end_state
+from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, end_state
 from datatrove_ckpt.torch.states import Slot
 
 Tokens: TypeAlias = npt.NDArray[Any]
@@ -30,21 +30,20 @@ class Pack(StatefulWrapper):
     """Samples of ``length`` tokens from rows of any length.
 
     Each worker packs its own share of the rows. Another number of ranks or workers continues with the states of all
-    (``restore``, ``merge``), if the source's rows are counted: each row is packed once, and what each packer had left
-    of its rows goes to one of the new ones, as a row of its own. Which rows share a sample changes. At the end of the
-    epoch each of the new packers drops or fills up one sample.
+    (``restore``, ``merge``), if the source's rows are counted: each row is packed once, and the rest of each packer
+    goes to a new packer, as a row of its own. Which rows share a sample changes. At the end of the epoch each new
+    packer drops or fills up one sample.
 
     Args:
-        source: a stateful iterable of rows: dicts with ``columns``, or else plain sequences of token ids. Lists, numpy
-            arrays and CPU tensors will do.
+        source: a stateful iterable of rows: dicts with ``columns``, or else plain sequences of token ids: lists, numpy
+            arrays, CPU tensors.
         length: tokens in a sample.
-        columns: the keys of a row that have one value per token. They are cut at the same places. Other keys are
-            dropped.
+        columns: the keys of a row that have one value per token. Other keys are dropped.
         separator: put after each row that has tokens: one number for all columns, or one for each. None: nothing.
-        pad: fills up the last sample of an epoch: one number for all columns, or one for each. None: tokens at the end
-            of an epoch that make no whole sample are dropped.
-        positions: adds ``position_ids``, which count from 0 in each row, for attention that does not cross rows. They
-            begin at 0 in each sample, too.
+        pad: fills up the last sample of an epoch: one number for all columns, or one for each. None: the last tokens of
+            an epoch that make no whole sample are dropped.
+        positions: adds ``position_ids``, which count from 0 in each row and in each sample, for attention that does not
+            cross rows.
 
     Raises:
         ConfigError: a setting cannot work, or a row has no such columns.
@@ -52,7 +51,7 @@ class Pack(StatefulWrapper):
 
     def __init__(
         self,
-        source: Any,
+        source: Source,
         length: int,
         columns: Sequence[str] = ("input_ids",),
         separator: Fill | None = None,
@@ -83,7 +82,7 @@ class Pack(StatefulWrapper):
         names = ("length", "columns", "separator", "pad", "positions")
         return {name: getattr(self, name) for name in names}
 
-    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Packing:
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Packing:
         (source,) = self._sources
         state = state or {}
         if state:
@@ -99,10 +98,10 @@ class Pack(StatefulWrapper):
         return [state.get("source")]
 
 
-class Packing(Iterator[Any]):
-    """One pass of a ``Pack``. Holds less than one sample, and what follows of one row."""
+class Packing(Iterator[dict[str, Tokens]]):
+    """One pass of a ``Pack``. Holds less than one sample, and the rest of one row."""
 
-    def __init__(self, pack: Pack, source: Any, rests: Sequence[dict[str, Tokens]], given: int) -> None:
+    def __init__(self, pack: Pack, source: Source, rests: Sequence[dict[str, Tokens]], given: int) -> None:
         self.finished = False
         self._pack = pack
         self._source = source
@@ -134,12 +133,12 @@ class Packing(Iterator[Any]):
 
     def state(self) -> State:
         rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
-        state = {"given": self._given, "rest": rest}
+        state = {"finished": self.finished, "given": self._given, "rest": rest}
         if self.finished:
             return state | {"source": end_state(self._source)}
         return state | {"source": self._source.state_dict()}
 
-    def _add(self, row: Any) -> None:
+    def _add(self, row: object) -> None:
         columns = self._pack.columns
         tokens = [_tokens(row, name, len(columns)) for name in columns]
         size = len(tokens[0])
@@ -149,7 +148,7 @@ class Packing(Iterator[Any]):
         self._hold(dict(zip(columns, tokens, strict=True)), self._pack.separator)
 
     def _hold(self, row: dict[str, Tokens], separator: dict[str, int] | None = None) -> None:
-        """Adds a row, or what a packer had left. That began a sample, so its positions begin at 0 again."""
+        """Adds a row, or the rest of a packer, whose positions begin at 0 again."""
         size = len(row[self._pack.columns[0]])
         if not size:
             return
@@ -187,7 +186,7 @@ class Packing(Iterator[Any]):
         if not self._count:
             self._start = 0
             self._held = {name: [] for name in self._names}
-        elif self._count < self._pack.length:  # no more samples in it: the rest alone is kept in memory
+        elif self._count < self._pack.length:  # keeps only the rest in memory
             self._held = {name: [self._joined(name)[self._start :].copy()] for name in self._names}
             self._start = 0
         return taken
@@ -211,8 +210,8 @@ class Packing(Iterator[Any]):
         return columns
 
 
-def _tokens(row: Any, name: str, columns: int) -> Tokens:
-    """One column of a row as an array: integers as int64, because embeddings and losses of torch take those."""
+def _tokens(row: object, name: str, columns: int) -> Tokens:
+    """Makes an array of a column: integers as int64, for embeddings and losses of torch."""
     if isinstance(row, Mapping):
         if name not in row:
             raise ConfigError(
@@ -233,14 +232,14 @@ def _tokens(row: Any, name: str, columns: int) -> Tokens:
     return tokens
 
 
-def _no_tokens(row: Any, name: str, what: str) -> ConfigError:
+def _no_tokens(row: object, name: str, what: str) -> ConfigError:
     return ConfigError(
         f"{name!r} of a row must be a list of numbers, one per token, not {type(row).__name__} of {what}"
     )
 
 
 def _encoded(tokens: Tokens) -> list[str]:
-    """An array as JSON: its type, and its bytes in base64. Integers in the smallest type that holds them."""
+    """Encodes an array as its type and its bytes in base64. Integers get the smallest type that holds them."""
     if tokens.dtype.kind in "iu" and tokens.size:
         tokens = tokens.astype(np.promote_types(np.min_scalar_type(tokens.min()), np.min_scalar_type(tokens.max())))
     tokens = tokens.astype(tokens.dtype.newbyteorder("<"))

@@ -1,59 +1,83 @@
-"""The ranks of a training: what they tell each other, and which of them write to which folder."""
+"""The ranks of a training: how they agree, and which of them write to which folder."""
 
 from __future__ import annotations
 
-import os
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.errors import CkptError, StorageFailed
+
+_T = TypeVar("_T")
 
 
 class Ranks:
     """All ranks of torch.distributed, or one without it. Each rank makes one, and makes the same calls.
 
-    They talk through the CPU, in a group of their own, so that nothing waits for the GPUs.
+    They use a group of their own on the CPU, so that nothing waits for the GPUs.
     """
 
     def __init__(self) -> None:
-        self.group: Any = None
+        self.group: dist.ProcessGroup | None = None
         """None: there is one rank."""
-        self._is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0
         self.size = 1
-        if not self._is_alone:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
             self.group = dist.new_group(backend="gloo")
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order."""
-        if self._is_alone:
+    def gather(self, value: _T) -> list[_T]:
+        """Returns the values of all ranks, in their order."""
+        if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
+        values = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def together(self, call: Callable[[], _T]) -> list[_T]:
+        """Makes a call in each rank. Returns the results of all ranks; raises this rank's error, or another rank's."""
+        result: list[_T] = []
+        error: Exception | None = None
+        told: CkptError | None = None
+        try:
+            result.append(call())
+        except CkptError as raised:
+            error = told = raised
+        except Exception as raised:
+            error = raised
+            told = StorageFailed(
+                f"Another rank failed: {failure_line(raised)}"
+            )  # errors of libraries may not be pickled
+        gathered = self.gather((result, told))
+        if error is not None:
+            raise error
+        for _, other in gathered:
+            if other is not None:
+                raise other
+        return [found for results, _ in gathered for found in results]
+
     def highest(self, values: Sequence[float]) -> list[float]:
-        """Of each number the highest of all ranks."""
-        if self._is_alone:
+        """Returns of each number the highest of all ranks."""
+        if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return [float(value) for value in tensor.tolist()]
 
     def owner(self, folder: Path) -> int:
-        """The lowest rank that sees this very folder: a disk of its node, or one that nodes share."""
-        if self._is_alone:
+        """Returns the lowest rank that sees this very folder: a disk of its node, or a shared one."""
+        if self.group is None:
             return 0
         own = folder / f".id-{uuid.uuid4().hex}"
         shared = folder / ".id"
-        own.write_text(uuid.uuid4().hex)
-        with suppress(FileExistsError):
-            os.link(own, shared)
-        own.unlink()
-        return self.gather(shared.read_text()).index(shared.read_text())
+        files.disk.write_new(own, [uuid.uuid4().bytes])
+        files.disk.put_new(own, shared)
+        files.disk.remove(own)
+        return self.gather(shared.read_bytes()).index(shared.read_bytes())

@@ -1,13 +1,12 @@
-"""Keeps the rows of files that were counted, so that the next process need not read the files again.
+"""Keeps the numbers of rows of files, so that the next process need not read the files again.
 
-JSONL has no table of contents, so its lines are counted by reading all of it: 1 to 2 GB per second from a page cache,
-and what a disk or network gives otherwise. Remote Parquet and Arrow files cost some requests each. The counts of an
-input are one small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), else ``datatrove-ckpt/rows`` in
-the user's cache folder. Put it on a shared disk, and the nodes of a training share the counts: the first process
+JSONL is counted by reading all of it: 1 to 2 GB per second from a page cache. Remote Parquet and Arrow files cost some
+requests each. The counts of an input are one small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept),
+else ``datatrove-ckpt/rows`` in the user's cache folder. Nodes that share the folder share the counts: the first process
 counts, and the others wait for it.
 
-A count is used while the file has the same size, time of change and sample (see ``Inputs.sample``). A count that is
-wrong nevertheless is noticed when rows are read, see ``block_file.changed``. The file may be deleted at any time.
+A count is used while the file has the same size, time of change and sample (see ``Inputs.sample``). Reading notices a
+wrong count, see ``block_file.changed``. The file may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import orjson
 from loguru import logger
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.torch.block_file import FileIndex, Group
 
 _VERSION = 2
 _SAVE_SECONDS = 30.0
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-"""What file systems call the time of the last change."""
+"""Names that file systems have for the time of the last change."""
 
 
 def cache_folder() -> Path | None:
-    """Where counts are kept: see above. None: they are not."""
+    """Returns the folder of the counts; None: they are not kept."""
     own = os.environ.get("DATATROVE_CKPT_CACHE")
     if own == "":
         return None
@@ -47,12 +46,7 @@ def cache_folder() -> Path | None:
 
 
 class RowCounts:
-    """The counts of one input.
-
-    Args:
-        inputs: its files.
-        kind: what else the counts depend on, such as the format.
-    """
+    """The counts of one input. ``kind``: what they depend on beside the files, such as the format."""
 
     def __init__(self, inputs: Inputs, kind: str) -> None:
         self._inputs = inputs
@@ -61,13 +55,13 @@ class RowCounts:
         self._path: Path | None = None
         if folder is not None:
             self._path = folder / f"{xxh3_128_hexdigest(source.encode())}.json"
-        self._files: dict[str, Any] = {}
+        self._files: JsonObject = {}
         self._lock = threading.Lock()  # files are counted in several threads
         self._changed = False
         self._saved = time.monotonic()
 
     def load(self) -> None:
-        """Reads what is kept. What cannot be read is counted again."""
+        """Reads the kept counts, as far as they can be read."""
         if self._path is None:
             return
         with suppress(OSError, ValueError):
@@ -77,7 +71,7 @@ class RowCounts:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """For one process at a time, if the file system can lock. What is counted inside is kept at the end."""
+        """Lets one process at a time count, if the file system can lock, and keeps the counts at the end."""
         with ExitStack() as stack:
             if self._path is not None:
                 with suppress(OSError):  # a folder that cannot be written, or a file system without locks
@@ -93,7 +87,7 @@ class RowCounts:
             yield
 
     def key(self, number: int) -> str:
-        """What changes with a file's content; empty if nothing does."""
+        """Returns a hash that changes with a file's content; empty if the file system has none."""
         info = self._inputs.info(number)
         changed = next((str(info[name]) for name in _TIMES if info.get(name)), "")
         known = (str(self._inputs.size(number)), changed, self._inputs.sample(number))
@@ -102,7 +96,7 @@ class RowCounts:
         return ""
 
     def get(self, number: int) -> FileIndex | None:
-        """The count of a file; None if it is not known, or if the file has changed since."""
+        """Returns the count of a file; None if it is not known, or if the file has changed since."""
         found = self._files.get(self._inputs.names[number])
         with suppress(KeyError, TypeError, ValueError):
             if found and found["key"] == self.key(number):
@@ -112,7 +106,6 @@ class RowCounts:
         return None
 
     def put(self, number: int, index: FileIndex) -> None:
-        """Keeps the count of a file."""
         key = self.key(number)
         if not key:
             return

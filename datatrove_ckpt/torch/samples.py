@@ -1,35 +1,35 @@
 """Rows of a table as samples of a training loop: plain dicts.
 
-A value is what Python has for it, but a list of numbers is a numpy array: these are mostly token rows, and a Python
-number takes 28 bytes where the table has 2 or 4. Columns are converted as a whole, which is what makes a row cost less
-than a microsecond.
+Values are Python's, but a list of numbers, mostly a token row, is a numpy array: a Python number takes 28 bytes where
+the table has 2 or 4. Columns are converted as a whole, so a row costs less than a microsecond.
 
-JSON has no types of columns. Its numbers become an array only if that changes no value: numpy would make floats of
-integers that no int64 holds, or that are beside a float, and round them. Else they stay a list.
-
-Arrays are copies, because torch warns of arrays that cannot be written, and because a view keeps a whole block alive.
+Numbers of JSON become an array only if that changes no value: numpy would round integers that no int64 holds, or that
+are beside a float. Arrays are copies: torch warns of arrays that cannot be written, and a view keeps a block alive.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from datatrove_ckpt.readers.positions import Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_Array: TypeAlias = npt.NDArray[np.generic]
+
 _COPIED_TOGETHER = 2**20
-"""Token rows that end within so many bytes are views of one copy."""
+"""Token rows of so many bytes are views of one copy."""
 
 _EXACT_IN_FLOATS = 2**53
 """A float64 holds each integer up to this size."""
 
 
 def table_rows(table: pa.Table) -> list[Row]:
-    """The rows of a table, in its order of columns."""
     rows: list[Row] = [{} for _ in range(table.num_rows)]
     for name, column in zip(table.column_names, table.columns, strict=True):  # by column: a third of the time of dict()
         for row, value in zip(rows, _values(column), strict=True):
@@ -38,25 +38,21 @@ def table_rows(table: pa.Table) -> list[Row]:
 
 
 def json_row(row: Row) -> Row:
-    """A row of JSONL, whose lists of numbers become arrays as well."""
+    """Makes arrays of the lists of numbers in a row of JSONL."""
     return {name: _json_value(value) if type(value) is list else value for name, value in row.items()}
 
 
-def _json_value(value: list[Any]) -> Any:
-    if value and type(value[0]) in (int, float):
-        return _exact_array(value)
-    return value
-
-
-def _exact_array(values: list[Any]) -> Any:
-    """Numbers as an array of the same numbers; the list itself if there is none."""
+def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
+    """Makes an array of equal numbers; returns the list itself if there is none."""
+    if not values or type(values[0]) not in (int, float):
+        return values
     kinds = set(map(type, values))
     if kinds == {int}:
         try:
             return np.array(values, np.int64)
         except OverflowError:
             return values
-    if kinds == {float} or kinds == {bool}:
+    if kinds == {float}:
         return np.array(values)
     integers = (value for value in values if type(value) is int)
     is_exact = kinds == {int, float} and all(abs(value) <= _EXACT_IN_FLOATS for value in integers)
@@ -65,13 +61,13 @@ def _exact_array(values: list[Any]) -> Any:
     return values
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
+def _values(column: pa.ChunkedArray) -> list[object]:
     if column.num_chunks == 1:
         return _chunk_values(column.chunk(0))
     return [value for chunk in column.chunks for value in _chunk_values(chunk)]
 
 
-def _chunk_values(chunk: pa.Array) -> list[Any]:
+def _chunk_values(chunk: pa.Array) -> list[object]:
     import pyarrow.types as types
 
     kind = chunk.type
@@ -82,28 +78,28 @@ def _chunk_values(chunk: pa.Array) -> list[Any]:
         return _token_rows(*flat)
     is_plain = (is_number(types, kind) or types.is_boolean(kind)) and not chunk.null_count
     if is_plain or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind):
-        values: list[Any] = chunk.to_numpy(zero_copy_only=False).tolist()
-        return values
-    values = chunk.to_pylist()
+        plain: list[object] = chunk.to_numpy(zero_copy_only=False).tolist()
+        return plain
+    values: list[object] = chunk.to_pylist()
     if _is_numbers(types, kind):  # with some None
         dtype = kind.value_type.to_pandas_dtype()
         for place, value in enumerate(values):
-            if value is not None and None not in value:
+            if isinstance(value, list) and None not in value:
                 values[place] = np.array(value, dtype)
     return values
 
 
-def is_number(types: Any, kind: Any) -> bool:
+def is_number(types: ModuleType, kind: pa.DataType) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind))
 
 
-def _is_numbers(types: Any, kind: Any) -> bool:
+def _is_numbers(types: ModuleType, kind: pa.DataType) -> bool:
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return is_list and is_number(types, kind.value_type)
 
 
-def _numbers_of_lists(types: Any, chunk: pa.Array) -> tuple[Any, Any] | None:
-    """The numbers of all lists, and the lengths of the lists. None: these are no lists of numbers, or some are None."""
+def _numbers_of_lists(types: ModuleType, chunk: pa.Array) -> tuple[_Array, _Array] | None:
+    """Returns the numbers and the lengths of all lists. None: these are no lists of numbers, or some are None."""
     if not _is_numbers(types, chunk.type) or chunk.null_count or not len(chunk):
         return None
     if types.is_fixed_size_list(chunk.type):
@@ -118,10 +114,10 @@ def _numbers_of_lists(types: Any, chunk: pa.Array) -> tuple[Any, Any] | None:
     return numbers.to_numpy(), lengths
 
 
-def _token_rows(content: Any, lengths: Any) -> list[Any]:
+def _token_rows(content: _Array, lengths: _Array) -> list[object]:
     ends = np.cumsum(lengths)
     firsts = np.flatnonzero(np.diff(ends * content.itemsize // _COPIED_TOGETHER, prepend=-1))
-    rows: list[Any] = []
+    rows: list[object] = []
     begin = 0
     for group in np.split(ends, firsts[1:]):
         copied = content[begin : group[-1]].copy()

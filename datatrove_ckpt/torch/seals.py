@@ -1,7 +1,7 @@
 """Checksums of states. A damaged state is an error, and never other samples.
 
-Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values, wherever it is kept: in a
-loader's state, a file, or a state of another one. States of earlier releases have none, and are taken as they are.
+Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values, also within a loader's state,
+a file or another state. States of earlier releases have none, and are accepted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
@@ -24,13 +23,13 @@ REMEDY = "Give the state of the step before, of all ranks."
 
 
 def sealed(state: State) -> State:
-    """The state with its checksum. It survives JSON and ``torch.save``."""
+    """Adds the checksum, which survives JSON and ``torch.save``."""
     content = {key: value for key, value in state.items() if key != _KEY}
     return content | {_KEY: _KIND + xxh3_64_hexdigest(json.dumps(_plain(content)).encode())}
 
 
-def _plain(value: Any) -> Any:
-    """What JSON keeps of a value. Of others, which states of foreign sources may hold, only the type counts."""
+def _plain(value: object) -> object:
+    """Returns what JSON keeps of a value; the type alone of other values, in states of foreign sources."""
     if isinstance(value, Mapping):
         return sorted((str(key), _plain(one)) for key, one in value.items())
     if isinstance(value, list | tuple):
@@ -41,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_seals(content: object, name: str = "") -> None:
-    """Raises CheckpointCorrupt if a state in ``content`` is not what was saved. ``name``: of its file."""
+    """Raises CheckpointCorrupt if a state in ``content`` has changed. ``name``: of its file."""
     for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_KIND)):
         if sealed(state)[_KEY] != state[_KEY]:
             where = f" in {name!r}" if name else ""
@@ -49,7 +48,7 @@ def check_seals(content: object, name: str = "") -> None:
 
 
 def load_file(state: State | str | PathLike[str]) -> object:
-    """A state as it is, or what ``torch.save`` has written.
+    """Returns a state, or loads what ``torch.save`` has written.
 
     Raises:
         CheckpointCorrupt: the state or the file is damaged.
@@ -79,8 +78,8 @@ def load_file(state: State | str | PathLike[str]) -> object:
     return content
 
 
-def find_states(content: object, is_wanted: Callable[[Any], bool]) -> Iterator[State]:
-    """The states in what a loader, or a wrapper around it, has made."""
+def find_states(content: object, is_wanted: Callable[[State], bool]) -> Iterator[State]:
+    """Yields the wanted dicts in the state of a loader or of a wrapper around it."""
     if isinstance(content, dict) and is_wanted(content):
         yield content
     elif isinstance(content, Mapping):

@@ -1,7 +1,6 @@
-"""What a save looks at in states: whether all ranks have the same, or parts of one (FSDP's); whether they are plain.
+"""Inspects states: whether all ranks have the same, or parts of one (FSDP's), and whether they are plain.
 
-A state of which each rank has a part is saved by ``torch.distributed.checkpoint``, as a folder, by all ranks together:
-it is restored on any number of ranks, also without FSDP.
+``torch.distributed.checkpoint`` saves parts as a folder, which is restored on any number of ranks, also without FSDP.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,18 +20,24 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+States: TypeAlias = Mapping[str, Any]
+"""Models, optimizers and other objects with ``state_dict`` and ``load_state_dict``, by name."""
+
 METADATA = ".metadata"
 _PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
 
 
-def contents_of(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the states hold: those that are alike in all ranks, and those of which each rank has a part.
+def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
+    """Returns the content of states that are alike in all ranks, and of those of which each rank has a part.
 
     Raises:
-        ConfigError: one is FSDP1's, whose state differs with its settings; or the model of an optimizer is missing.
+        ConfigError: a state is FSDP1's, which differs with its settings; or the model of an optimizer is missing.
     """
-    alike = {}
-    parts = {}
+    alike: dict[str, object] = {}
+    parts: dict[str, object] = {}
     for key, state in states.items():
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if isinstance(state, nn.Module):
@@ -56,8 +61,8 @@ def _is_part(value: object) -> bool:
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
-def state_of(key: str, states: Mapping[str, Any]) -> Any:
-    """The state that all ranks save or load together. Tensors are those of the object, or parts of them."""
+def state_of(key: str, states: States) -> object:
+    """Returns the state that all ranks save or load together, with the object's own tensors or parts of them."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     state = states[key]
@@ -68,7 +73,7 @@ def state_of(key: str, states: Mapping[str, Any]) -> Any:
     return state.state_dict()
 
 
-def _model_of(key: str, states: Mapping[str, Any]) -> nn.Module:
+def _model_of(key: str, states: States) -> nn.Module:
     wanted = {id(each) for group in states[key].param_groups for each in group["params"]}
     for state in states.values():
         if isinstance(state, nn.Module) and wanted <= {id(each) for each in state.parameters()}:
@@ -76,28 +81,28 @@ def _model_of(key: str, states: Mapping[str, Any]) -> nn.Module:
     raise ConfigError(f"{key} needs its model beside it: parameters of FSDP have their names from there.")
 
 
-def save_parts(content: Any, folder: Path, group: Any) -> None:
-    """Writes it to the folder. In all ranks of the group; None: there is one rank."""
+def save_parts(content: object, folder: Path, group: ProcessGroup | None) -> None:
+    """Writes the content, in all ranks of the group; None: there is one rank."""
     import torch.distributed.checkpoint as dcp
 
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-def load_parts(key: str, states: Mapping[str, Any], folder: Path, group: Any, only_plain: bool) -> None:
-    """Gives the object its state. In all ranks of the group."""
+def load_parts(key: str, states: States, folder: Path, group: ProcessGroup | None, only_plain: bool) -> None:
+    """Gives the object its state, in all ranks of the group."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
     class Reader(dcp.FileSystemReader):  # type: ignore[misc]
-        def read_metadata(self, *arguments: Any, **options: Any) -> Any:
+        def read_metadata(self, *arguments: object, **options: object) -> object:
             if only_plain:
                 with Path(folder, METADATA).open("rb") as file:
                     _Metadata(file).load()
             return super().read_metadata(*arguments, **options)
 
     class Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
-        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        def load_bytes(self, read_item: object, value: io.BytesIO) -> None:
             torch.load(value, weights_only=only_plain)  # DCP would run any code
             value.seek(0)
             super().load_bytes(read_item, value)
@@ -114,9 +119,9 @@ def load_parts(key: str, states: Mapping[str, Any], folder: Path, group: Any, on
 
 
 class _Metadata(pickle.Unpickler):
-    """Refuses what is not of such a file: DCP takes any pickle."""
+    """Refuses the classes of other files: DCP loads any pickle."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch":
             is_known = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         elif module == "torch.distributed.checkpoint.metadata":
@@ -139,30 +144,30 @@ _OTHERS = {
 # all states ------------------------------------------------------------------------------------------------------
 
 
-def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """What a state holds, with its place."""
-    if type(value) in (dict, OrderedDict):
+def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
+    """Yields the values in a state, with their places."""
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
         for name, each in value.items():
             if type(name) not in _PLAIN:
                 yield key, name
             yield from leaves(each, f"{key}/{name}")
-    elif type(value) in (list, tuple):
+    elif isinstance(value, list | tuple) and type(value) in (list, tuple):
         for number, each in enumerate(value):
             yield from leaves(each, f"{key}/{number}")
     else:
         yield key, value
 
 
-def shapes(content: Any) -> str:
-    """A hash of the places, shapes and types of its tensors."""
+def shapes(content: object) -> str:
+    """Hashes the places, shapes and types of the tensors."""
     found = [
         (key, tuple(leaf.shape), leaf.dtype) for key, leaf in leaves(content, "") if isinstance(leaf, torch.Tensor)
     ]
     return xxh3_64_hexdigest(repr(found).encode())
 
 
-def not_plain(content: Any, key: str) -> str:
-    """What no restore would take, as such a file may run any code; "": it takes all."""
+def not_plain(content: object, key: str) -> str:
+    """Describes a value that no restore would take, as such a file may run any code; "": there is none."""
     for place, leaf in leaves(content, key):
         if type(leaf) in _PLAIN or _is_part(leaf):
             continue

@@ -1,4 +1,4 @@
-"""What a save copies while the training waits: states in the host's memory, and the random generators."""
+"""Copies states and random generators into the host's memory, while the training waits."""
 
 from __future__ import annotations
 
@@ -6,59 +6,64 @@ import copy
 import random
 import sys
 from collections import OrderedDict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from datatrove_ckpt.common import JsonObject
+
+_T = TypeVar("_T")
+
 
 class Snapshot:
-    """Copies in the host's memory. The buffers of the one before are used again, so only one is in use at a time."""
+    """Copies in the host's memory. A copy uses the buffers of the one before again, so only one is in use at a time."""
 
     def __init__(self) -> None:
-        self._old: dict[str, torch.Tensor] = {}
-        self._new: dict[str, torch.Tensor] = {}
+        self._old: dict[int, torch.Tensor] = {}  # by number, because states keep their order
+        self._new: dict[int, torch.Tensor] = {}
         self._same: dict[object, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
 
-    def take(self, value: Any) -> Any:
+    def take(self, value: _T) -> _T:
         self._old = self._new
         self._new = {}
         self._same = {}
-        copied = self._copy(value, "")
+        copied: _T = self._copy(value)
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._same.clear()
         return copied
 
-    def _copy(self, value: Any, key: str) -> Any:
+    def _copy(self, value: Any) -> Any:  # of the same type
         if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value.detach(), key)
+            return self._copy_tensor(value.detach())
         if type(value) in (dict, OrderedDict):
-            items = type(value)((name, self._copy(each, f"{key}/{name}")) for name, each in value.items())
+            items = type(value)((name, self._copy(each)) for name, each in value.items())
             if hasattr(value, "_metadata"):  # of a module's state
                 items._metadata = copy.deepcopy(value._metadata)
             return items
         if type(value) in (list, tuple):
-            return type(value)(self._copy(each, f"{key}/{number}") for number, each in enumerate(value))
+            return type(value)(map(self._copy, value))
         return copy.deepcopy(value)
 
-    def _copy_tensor(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             return copy.deepcopy(tensor).cpu()
         view = tensor.dtype, tensor.is_conj(), tensor.is_neg()
         same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), view)  # tied weights
         if tensor.numel() and same in self._same:
             return self._same[same]
-        buffer = self._old.pop(key, None)
+        number = len(self._new)
+        buffer = self._old.pop(number, None)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         if tensor.is_cuda:
             self._devices.add(tensor.device)
-        self._new[key] = self._same[same] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        self._new[number] = self._same[same] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         return buffer
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> JsonObject:
     version, numbers, gauss = random.getstate()
     state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -71,7 +76,7 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: JsonObject) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])

@@ -1,12 +1,10 @@
 """What ``ReaderDataset``, ``Pack`` and ``Mix`` share: one iteration at a time, its state, what copies in workers see.
 
-``Pack`` and ``Mix`` are wrappers: iterables around other iterables, whose state holds the states of those.
+``Pack`` and ``Mix`` are wrappers: iterables around sources, whose state holds the states of the sources. A source is
+any iterable with ``state_dict`` and ``load_state_dict``, also a streaming dataset of Hugging Face or a loader. Its
+state must be the one of its latest iterator, as in torchdata.
 
-A source is any iterable with ``state_dict`` and ``load_state_dict``: a ``ReaderDataset``, a ``Pack`` or ``Mix``, a
-streaming dataset of Hugging Face, a loader. Its state must be the one of its latest iterator, as torchdata has it.
-
-Without torch all of these are plain iterables. With torch they are iterable datasets: torchdata's StatefulDataLoader
-asks for that class.
+With torch these are its iterable datasets, which torchdata's StatefulDataLoader needs.
 """
 
 from __future__ import annotations
@@ -18,12 +16,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import ref
 
+from loguru import logger
+
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.readers.base import Stateful
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.seals import check_seals, sealed
 from datatrove_ckpt.torch.states import Slot
 
 if TYPE_CHECKING:
+    import torch
 
     class _Iterable: ...
 
@@ -34,18 +36,24 @@ else:
         _Iterable = object
 
 
-class Handle(Iterator[Any]):
-    """What the caller of ``iter()`` gets, so that its dataset sees when nobody has it any more."""
+class Source(Stateful, Protocol):
+    """An iterable of samples whose position can be saved and restored."""
+
+    def __iter__(self) -> Iterator[object]: ...
+
+
+class Handle(Iterator[object]):
+    """The result of ``iter()``: the dataset sees when the caller drops it."""
 
     __slots__ = ("__weakref__", "_next", "_note_read", "_samples", "has_ended")
 
-    def __init__(self, samples: Iterator[Any], note_read: Callable[[], None]) -> None:
+    def __init__(self, samples: Iterator[object], note_read: Callable[[], None]) -> None:
         self._samples = samples
         self._note_read = note_read
-        self._next: Callable[[], Any] | None = None  # before the first sample
+        self._next: Callable[[], object] | None = None  # before the first sample
         self.has_ended = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         try:
             if self._next is None:
                 return self._first()
@@ -54,7 +62,7 @@ class Handle(Iterator[Any]):
             self.has_ended = True
             raise
 
-    def _first(self) -> Any:
+    def _first(self) -> object:
         sample = next(self._samples)
         self._note_read()
         self._next = getattr(self._samples, "rest", self._samples).__next__
@@ -67,14 +75,14 @@ class Iterations:
     def __init__(self) -> None:
         self._begun: list[ref[Handle]] = []
 
-    def begin(self, samples: Iterator[Any], note_read: Callable[[], None]) -> Handle:
-        """``note_read`` is called with the first sample."""
+    def begin(self, samples: Iterator[object], note_read: Callable[[], None]) -> Handle:
+        """Begins an iteration. Its first sample calls ``note_read``."""
         handle = Handle(samples, note_read)
         self._begun = [*self._running(), ref(handle)]
         return handle
 
     def forget(self) -> None:
-        """The next iteration begins at a position that was loaded."""
+        """Forgets the iterations before a position was loaded."""
         self._begun = []
 
     def check(self, owner: object) -> None:
@@ -108,16 +116,14 @@ _ENDED = 2
 
 
 class Shared:
-    """Numbers that a dataset and its copies in workers see alike: in shared memory where torch is there.
+    """Numbers that a dataset and its copies in workers share, in shared memory with torch.
 
-    A worker has a copy of the dataset, made when its loader started it: it does not see what happens to the original,
-    and the original does not see what the worker reads.
-
-    ``worker`` is the number of a worker, or None for the process of the training loop.
+    A worker has a copy of the dataset from its start: else it would not see later calls of the original, and the
+    original would not see what the worker reads. ``worker``: its number; None: the process of the training loop.
     """
 
     def __init__(self) -> None:
-        self._numbers: Any = [0] * (_PER_WORKER + 3 * (_CELLS + 1))
+        self._numbers: list[int] | torch.Tensor = [0] * (_PER_WORKER + 3 * (_CELLS + 1))
         with suppress(ImportError):
             import torch
 
@@ -136,48 +142,49 @@ class Shared:
         self._numbers[_EPOCH_CALLS] += 1
 
     def adopt_epoch(self, epoch: int) -> None:
-        """Takes the epoch of a state, in a loop that has never called ``set_epoch``."""
+        """Takes the epoch of a state, in a loop without ``set_epoch``."""
         self._numbers[_EPOCH] = epoch
 
     def note_read(self, worker: int | None) -> None:
-        """A sample was taken in the current epoch."""
+        """Notes that a sample of the current epoch was taken."""
         self._mark(_READ, worker)
         if worker is not None:
             self._numbers[_WORKERS_READ] = 1
 
     def epoch_begins_again(self, worker: int | None) -> bool:
-        """Whether samples of the current epoch were taken before, and nobody was warned yet."""
+        """Returns once whether samples of the current epoch were taken before."""
         if worker or self._numbers[_WARNED] or not self._is_marked(_READ, worker):
             return False
         self._numbers[_WARNED] = 1
         return True
 
     def note_resumed_at_end(self, worker: int | None) -> None:
-        """A state of the end of the current epoch was resumed: nothing is left of the epoch."""
+        """Notes that a state of the end of the current epoch was resumed."""
         self._mark(_ENDED, worker)
 
-    def comes_again(self, owner: object, epoch: int, worker: int | None, workers: int) -> CheckpointMismatch | None:
-        """The error, if all workers have done that in the current epoch, and all of it would be given once more."""
+    def refuse_again(self, epoch: int, worker: int | None, workers: int) -> None:
+        """Raises CheckpointMismatch if all workers have resumed at the end of the epoch, which would come once more.
+
+        A loader that keeps in its state that it had ended drops the iterator that resumes there, and begins another,
+        as torchdata's does.
+        """
         numbers = [None] if worker is None else range(workers)
-        if not self.epoch_was_set or not all(self._is_marked(_ENDED, number) for number in numbers):
-            return None
-        return CheckpointMismatch(
-            f"The state of {type(owner).__name__} is of the end of epoch {epoch}, and set_epoch({epoch}) was called: "
-            f"all of the epoch would come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before "
-            "each."
-        )
+        if self.epoch_was_set and all(self._is_marked(_ENDED, number) for number in numbers):
+            raise CheckpointMismatch(
+                f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: all of the epoch would "
+                f"come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before each."
+            )
 
     @property
     def workers_read(self) -> bool:
         return bool(self._numbers[_WORKERS_READ])
 
     def forget_workers(self) -> None:
-        """The process of the training loop reads itself from now on."""
         self._numbers[_WORKERS_READ] = 0
 
     @property
     def loads(self) -> int:
-        """How many states the process of the training loop has loaded."""
+        """The number of states that the process of the training loop has loaded."""
         return int(self._numbers[_LOADS])
 
     def note_load(self) -> int:
@@ -186,7 +193,7 @@ class Shared:
         return self.loads
 
     def take_load(self, number: int, worker: int | None) -> bool:
-        """True once for each worker and load: the worker resumes there, and in the next epoch it does not."""
+        """Returns True once for each worker and load."""
         cell = _cell(_TAKEN, worker)
         if int(self._numbers[cell]) >= number:
             return False
@@ -194,7 +201,6 @@ class Shared:
         return True
 
     def _mark(self, what: int, worker: int | None) -> None:
-        """In the current epoch."""
         self._numbers[_cell(what, worker)] = self._numbers[_EPOCH_CALLS] + 1
 
     def _is_marked(self, what: int, worker: int | None) -> bool:
@@ -213,7 +219,7 @@ _LOADED_TOO_LATE = (
 
 
 class Loaded:
-    """The state that the next iteration resumes from, once in each worker: these have copies of it."""
+    """The state from which the next iteration resumes, once in each worker: these have copies of it."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -227,7 +233,7 @@ class Loaded:
             self._number = self._shared.note_load()
 
     def take(self, worker: int | None) -> State | None:
-        """Raises ConfigError if the workers were there before the state."""
+        """Raises ConfigError if the workers were started before the state was loaded."""
         if worker is not None and self._shared.loads > self._number >= 0:
             raise ConfigError(_LOADED_TOO_LATE)
         state = self.state
@@ -239,40 +245,46 @@ class Loaded:
         return None
 
 
-class Iteration(Iterator[Any], Protocol):
+class Iteration(Iterator[object], Protocol):
     """One pass over a dataset."""
 
-    finished: bool
-    """Whether the end was reached: the next state begins nothing."""
-
     def state(self) -> State:
-        """The position after the latest sample."""
+        """Returns the position after the latest sample."""
 
 
 class StatefulIterable(_Iterable):
     """An iterable whose position can be saved and restored."""
 
+    shuffle_seed: int | None = None
+
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
-        """As before the first iteration. A copy calls it, so that it shares nothing with the original."""
+        """Resets all iterations. A copy calls it, so that it shares nothing with the original."""
         self._shared = Shared()
         self._loaded = Loaded(self._shared)
-        self._running: Any = None
+        self._running: Iteration | None = None
         self._iterations = Iterations()
 
     @abstractmethod
-    def _begin(self, number: int | None, workers: int) -> Any:
-        """Starts an iteration, or resumes it. ``number``: of this worker; None: the loop itself reads."""
+    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
+        """Starts an iteration, or resumes it. The state may be of the end of the epoch before."""
 
-    @abstractmethod
-    def _state(self) -> State:
-        """The position of the latest iteration."""
+    def _state(self, running: Iteration) -> State:
+        return running.state()
 
     @abstractmethod
     def _start_state(self) -> State:
-        """The position before any iteration."""
+        """Returns the position before any iteration."""
+
+    @abstractmethod
+    def _has_ended(self, state: State) -> bool:
+        """Returns whether the state is of the end of its epoch."""
+
+    @abstractmethod
+    def made(self, state: State, workers: int) -> bool:
+        """Returns whether a worker of this rank made the state, with the current ranks, ``workers`` and settings."""
 
     @abstractmethod
     def check_state(self, state: State) -> None:
@@ -280,10 +292,10 @@ class StatefulIterable(_Iterable):
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch."""
+        """Sets the number of the next epoch. Call it before each epoch."""
 
     def at_epoch(self, epoch: int) -> Self:
-        """A copy that begins this epoch. Later calls of ``set_epoch`` and ``load_state_dict`` do not reach it."""
+        """Returns a copy that begins this epoch, out of reach of later ``set_epoch`` and ``load_state_dict``."""
         other = copy.copy(self)
         other._forget()
         other.set_epoch(epoch)
@@ -296,15 +308,54 @@ class StatefulIterable(_Iterable):
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
         number, workers = this_worker()
-        self._running = self._begin(number, workers)
+        if number is None:
+            self._shared.forget_workers()
+        rank, ranks = place_of(self) or (0, 1)
+        try:
+            state = self._loaded.take(number)
+            epoch = self._epoch_of(state, number, workers)
+            self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
+        except (CheckpointMismatch, ConfigError) as error:
+            if number is None:
+                raise
+            self._running = NoSamples(error)  # raised here, it would end the workers only after seconds
         return self._iterations.begin(self._running, lambda: self._shared.note_read(number))
 
-    def state_dict(self) -> State:
-        """The position of the latest iteration. Plain JSON.
+    def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:
+        """Returns the number of this epoch.
 
         Raises:
-            ConfigError: the samples were read by workers of a loader, and only they know how far they are; or there are
-                two iterations at once; or a ``Pack`` or ``Mix`` was not read at all.
+            CheckpointMismatch: the state is of another epoch, or all of an epoch would come again.
+        """
+        shared = self._shared
+        epoch = shared.epoch
+        if state is None:
+            shared.refuse_again(epoch, number, workers)
+            if self.shuffle_seed is not None and shared.epoch_begins_again(number):
+                logger.warning(
+                    f"Epoch {epoch} begins again, in the same order as before. Call set_epoch(epoch) before each epoch."
+                )
+            return epoch
+        then = int(state["epoch"])
+        has_ended = self._has_ended(state)
+        if shared.epoch_was_set and epoch != then:
+            if has_ended and epoch == then + 1:
+                return epoch
+            raise CheckpointMismatch(
+                f"The state is of epoch {then}, and set_epoch({epoch}) was called. Start the loop of epochs at {then}, "
+                f"or start epoch {epoch} without the state."
+            )
+        shared.adopt_epoch(then)
+        if has_ended:
+            shared.note_resumed_at_end(number)
+        return then
+
+    def state_dict(self) -> State:
+        """Returns the position of the latest iteration. Plain JSON.
+
+        Raises:
+            ConfigError: workers of a loader read the samples, and only they know how far they are; or there are two
+                iterations at once; or a ``Pack`` or ``Mix`` was not read at all.
         """
         if this_worker()[0] is None and self._shared.workers_read:
             raise ConfigError(
@@ -314,18 +365,18 @@ class StatefulIterable(_Iterable):
             )
         if self._running is not None:
             self._iterations.check(self)
-            return sealed(self._state())
+            return sealed(self._state(self._running))
         if self._loaded.state is not None:
             return self._loaded.state
         return sealed(self._start_state())
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Lets the next iteration resume there: with a state of this rank, or with one of all ranks (``merge``).
+        """Lets the next iteration resume at a state of this rank, or at one of all ranks (``merge``).
 
         Raises:
             CheckpointCorrupt: the state is damaged.
-            CheckpointMismatch: the state is of another class, release, order, setting or input. That it belongs to
-                another epoch or worker is found when the iteration begins.
+            CheckpointMismatch: the state is of another class, release, order, setting or input. Another epoch or worker
+                is found when the iteration begins.
         """
         self.check_state(state_dict)
         self._loaded.put(state_dict)
@@ -338,16 +389,16 @@ _REMEDY = "Restore the setting, or start the epoch again without the state."
 
 
 class StatefulWrapper(StatefulIterable):
-    """An iterable of other iterables, whose state holds the states of those.
+    """An iterable of other iterables, whose state holds their states.
 
-    A state belongs to one worker of a loader: each worker has a part of the data, and so a state of its own. ``merge``
-    makes one of those of all workers, if the sources are datasets whose rows are counted, or wrappers of these.
+    A state belongs to one worker of a loader, which reads a part of the data. ``merge`` makes one state of the states
+    of all workers, if the sources are datasets whose rows are counted, or wrappers of these.
 
     Raises:
         ConfigError: a source is not stateful.
     """
 
-    def __init__(self, sources: Sequence[Any]) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
         super().__init__()
         for number, source in enumerate(sources):
             missing = [name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(source, name)]
@@ -364,60 +415,46 @@ class StatefulWrapper(StatefulIterable):
 
     @abstractmethod
     def _options(self) -> State:
-        """The settings that a state belongs to. Plain JSON."""
+        """Returns the settings that a state belongs to. Plain JSON."""
 
     @abstractmethod
     def _source_states(self, state: State) -> list[State | None]:
-        """The states of the sources, in their order. None: that of one that had ended."""
+        """Returns the states of the sources, in their order. None: the source had ended."""
 
     @abstractmethod
-    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
         """Starts an iteration, or resumes it."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch, for the sources, too. Call it before each epoch."""
         self._shared.set_epoch(epoch)
         for source in self._sources:
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
 
     def at_epoch(self, epoch: int) -> Self:
-        """A copy that begins this epoch, as do copies of the sources."""
         other = copy.copy(self)
         other._forget()
         other._shared.set_epoch(epoch)
         other._sources = [at_epoch(source, epoch) for source in self._sources]
         return other
 
-    def _begin(self, number: int | None, workers: int) -> Iteration:
-        if number is None:
-            self._shared.forget_workers()
-        rank, ranks = place_of(self) or (0, 1)
-        slot = Slot(rank, ranks, number or 0, workers)
-        epoch, iteration = self._begin_or_resume(number, slot)
+    def _has_ended(self, state: State) -> bool:
+        return bool(state["finished"])
+
+    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
         self._epoch = epoch
         self._slot = slot
-        return iteration
-
-    def _begin_or_resume(self, number: int | None, slot: Slot) -> tuple[int, Iteration]:
-        epoch = self._shared.epoch
-        try:
-            state = self._loaded.take(number)
-        except ConfigError as error:
-            return epoch, NoSamples(error)  # raised here, it would end the workers only after seconds
-        if state is not None and state["finished"] and epoch > state["epoch"]:
-            state = None  # of the end of an epoch before
-        if state is None:
-            again = self._shared.comes_again(self, epoch, number, slot.workers)
-            if again is not None:
-                return epoch, NoSamples(again)
-            return epoch, self._iteration(epoch, slot, None)
-        self._check_place(state, epoch, slot)
-        epoch = int(state["epoch"])
+        if state is None or state["epoch"] != epoch:
+            return self._new_pass(epoch, slot, None)
+        if state["slot"] is not None and Slot(*state["slot"]) != slot:
+            raise CheckpointMismatch(
+                f"The state of {type(self).__name__} was made by {Slot(*state['slot'])}, and this is {slot}. Resume "
+                "with the same world_size and num_workers, and each rank with its own state, or give the states of all "
+                "ranks to datatrove_ckpt.torch.restore(loader, states)."
+            )
         if state["finished"]:
-            self._shared.note_resumed_at_end(number)
-            return epoch, NoSamples(state=state)
-        return epoch, self._iteration(epoch, slot, state)
+            return NoSamples(state=state)
+        return self._new_pass(epoch, slot, state)
 
     def _start_state(self) -> State:
         raise ConfigError(
@@ -425,15 +462,12 @@ class StatefulWrapper(StatefulIterable):
             "loader read it, use torchdata's StatefulDataLoader, and its state_dict()."
         )
 
-    def _state(self) -> State:
-        # The iteration's state comes first: it may notice that it has finished.
-        state: State = self._running.state()
+    def _state(self, running: Iteration) -> State:
         head = {"kind": type(self).__name__, "version": _VERSION, "options": self._options()}
-        head |= {"epoch": self._epoch, "slot": list(self._slot), "finished": self._running.finished}
-        return head | state
+        head |= {"epoch": self._epoch, "slot": list(self._slot), "finished": False}
+        return head | running.state()
 
     def check_state(self, state: State) -> None:
-        """Raises what ``load_state_dict`` does, and loads nothing."""
         check_seals(state)
         name = type(self).__name__
         if state.get("kind") != name or state.get("version") != _VERSION:
@@ -452,63 +486,46 @@ class StatefulWrapper(StatefulIterable):
                 source.check_state(its)
 
     def made(self, state: State, workers: int) -> bool:
-        """Whether a worker of this rank made the state, with as many ranks and ``workers`` as there are now."""
         if state["slot"] is None:
             return True  # of all workers
         rank, ranks = place_of(self) or (0, 1)
         is_own = state["slot"] == [rank, ranks, state["slot"][2], workers]
-        return is_own and all(source.made(its, workers) for source, its in self._sources_with(state))
+        return is_own and all(
+            isinstance(source, StatefulIterable) and source.made(its, workers)
+            for source, its in self._sources_with(state)
+        )
 
-    def _sources_with(self, state: State) -> list[tuple[Any, State]]:
+    def _sources_with(self, state: State) -> list[tuple[Source, State]]:
         found = zip(self._sources, self._source_states(state), strict=False)
         return [(source, its) for source, its in found if its is not None]
 
-    def _check_place(self, state: State, epoch: int, slot: Slot) -> None:
-        name = type(self).__name__
-        if self._shared.epoch_was_set and epoch != state["epoch"]:
-            raise CheckpointMismatch(
-                f"The state of {name} was made in epoch {state['epoch']}, and set_epoch said {epoch}. Continue with "
-                f"epoch {state['epoch']}, or start epoch {epoch} without the state."
-            )
-        if state["slot"] is not None and Slot(*state["slot"]) != slot:
-            raise CheckpointMismatch(
-                f"The state of {name} was made by {Slot(*state['slot'])}, and this is {slot}. Resume with the same "
-                "world_size and num_workers, and each rank with its own state, or give the states of all ranks to "
-                "datatrove_ckpt.torch.restore(loader, states)."
-            )
 
-
-class NoSamples(Iterator[Any]):
-    """An iteration that was at its end when its state was saved, or that may not begin.
-
-    The error comes at the first sample: earlier, a worker could not report it.
-    """
+class NoSamples(Iterator[object]):
+    """An iteration that was at its end when its state was saved, or that raises an error at its first sample."""
 
     def __init__(self, error: CkptError | None = None, state: State | None = None) -> None:
-        self.finished = error is None
         self._error = error or StopIteration()
         self._state = {key: value for key, value in (state or {}).items() if key not in _HEAD}
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         raise self._error
 
     def state(self) -> State:
         return self._state
 
 
-_HEAD = ("kind", "version", "options", "epoch", "slot", "finished")
+_HEAD = ("kind", "version", "options", "epoch", "slot")
 
 
-def end_state(source: Any) -> State | None:
-    """The state of a source at its end. None: it is none of ours, whose state may be that of its next epoch."""
+def end_state(source: Source) -> State | None:
+    """Returns the state of a source at its end. None for foreign sources: their state may be of their next epoch."""
     if not hasattr(source, "check_state"):
         return None
-    state: State = source.state_dict()
-    return state
+    return source.state_dict()
 
 
-def place_of(source: Any) -> tuple[int, int] | None:
-    """Rank and world size of what a source reads. None: it does not say."""
+def place_of(source: object) -> tuple[int, int] | None:
+    """Returns rank and world size of a source, if it has them."""
     source = getattr(source, "dataset", source)  # of a loader
     if isinstance(source, StatefulWrapper):
         places = map(place_of, source._sources)
@@ -520,17 +537,18 @@ def place_of(source: Any) -> tuple[int, int] | None:
     return None
 
 
-def at_epoch(source: Any, epoch: int) -> Any:
-    """The source at this epoch: a copy where it can make one, because others may read the original's number."""
+def at_epoch(source: Source, epoch: int) -> Source:
+    """Returns a copy of the source at this epoch if it can make one, because others may read the original's number."""
     if hasattr(source, "at_epoch"):
-        return source.at_epoch(epoch)
+        copied: Source = source.at_epoch(epoch)
+        return copied
     if hasattr(source, "set_epoch"):
         source.set_epoch(epoch)
     return source
 
 
 def this_worker() -> tuple[int | None, int]:
-    """The number of this worker of a torch loader, and how many there are; (None, 1) outside of workers."""
+    """Returns the number of this worker of a torch loader, and how many there are; (None, 1) outside of workers."""
     try:
         from torch.utils.data import get_worker_info
     except ImportError:

@@ -1,14 +1,14 @@
-"""States of ``ReaderDataset``: what they hold, and how those of all ranks become one that any topology can load.
+"""States of ``ReaderDataset``, and how the states of all ranks become one that any topology can load.
 
-A worker's state says which position of the epoch it is at (``slot`` and ``samples``), in which order, of which input,
-and what was read before by other topologies (``done``). A merged state has no slot: ``done`` holds everything.
+A worker's state has its position in the epoch (``slot`` and ``samples``), the order, the input, and what other
+topologies have read before (``done``). A merged state has no slot: ``done`` holds everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from loguru import logger
 
@@ -16,6 +16,8 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.seals import REMEDY
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
+
+_T = TypeVar("_T")
 
 VERSION = 3
 _KIND = "datatrove_ckpt.ReaderDataset"
@@ -35,16 +37,16 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetState:
-    """The content of a state. Plain JSON as ``to_json()``.
+    """The content of a state.
 
     Attributes:
         order: the settings that define the order: seed, window and shares.
         input: files and rows, see ``Index.state``.
-        slot: who made it; None if it is of all.
+        slot: the worker that made it; None: the state is of all.
         samples: how many rows of its share the slot had.
         skipped: how many of these rows were no samples.
         batch, even: of the slot's topology.
-        ended: of a state of all: none of them had any sample left.
+        ended: of a state of all: no worker had a sample left.
     """
 
     epoch: int
@@ -69,11 +71,7 @@ class DatasetState:
 
     @classmethod
     def from_json(cls, content: State) -> DatasetState:
-        """
-        Raises:
-            CheckpointMismatch: another version of this package made it.
-            CheckpointCorrupt: it is damaged.
-        """
+        """Raises CheckpointMismatch for a state of another version, CheckpointCorrupt for a damaged one."""
         if content.get("version") != VERSION or content.get("kind") != _KIND:
             raise CheckpointMismatch(
                 f"The state is of version {content.get('version')!r} of {content.get('kind') or 'an unknown dataset'}, "
@@ -87,7 +85,6 @@ class DatasetState:
         return cls(**found)
 
     def has_ended(self) -> bool:
-        """Whether no sample of the epoch is left."""
         if self.slot is None or self.topology is None:
             return self.ended
         left = Remaining(self.input["rows"], self.done).rows
@@ -109,7 +106,7 @@ def is_state(content: object) -> bool:
     return isinstance(content, Mapping) and content.get("kind") == _KIND
 
 
-def check_same(states: Sequence[Any], keys: Iterable[str], get: Callable[[Any, str], object] = getattr) -> None:
+def check_same(states: Sequence[_T], keys: Iterable[str], get: Callable[[_T, str], object] = getattr) -> None:
     """Raises CheckpointMismatch if a value differs between the states of ranks and workers."""
     for key in keys:
         found = list({str(get(state, key)): None for state in states})
@@ -121,13 +118,13 @@ def check_same(states: Sequence[Any], keys: Iterable[str], get: Callable[[Any, s
             )
 
 
-def in_order(slots: Sequence[Slot], states: Sequence[Any]) -> list[Any]:
-    """The states of all slots, all ranks' first workers, then all ranks' second ones.
+def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
+    """Sorts the states of all slots: all ranks' first workers, then all ranks' second ones.
 
     Raises:
-        CheckpointMismatch: one is missing, or there twice.
+        CheckpointMismatch: a state is missing, or there twice.
     """
-    found: dict[Slot, Any] = {}
+    found: dict[Slot, _T] = {}
     for slot, state in zip(slots, states, strict=True):
         if slot in found:
             raise CheckpointMismatch(f"There are two states of {slot}. Give one state of each rank.")
@@ -141,7 +138,7 @@ def in_order(slots: Sequence[Slot], states: Sequence[Any]) -> list[Any]:
 
 
 def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetState:
-    """``alone``: the datasets are what the loaders read, so that the ranks of one step had equally many samples."""
+    """Merges. ``alone``: the loaders read these datasets, so the ranks of one step had equally many samples."""
     first = states[0]
     check_same(states, ("epoch", "order", "input", "done", "topology", "even"))
     if first.slot is None or first.topology is None:
@@ -158,12 +155,12 @@ def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetS
 def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool], batch: int = 1) -> None:
     """Raises CheckpointMismatch if ranks that have not ended are more than a batch apart.
 
-    Without ``batch_size`` the batches of the loader are not known. A difference is then a warning.
+    Without ``batch_size`` the batches of the loader are not known, and a difference is a warning.
 
     Args:
         ranks: of each worker.
-        given: how many samples it gave.
-        ended: whether it has no more.
+        given: how many samples each worker gave.
+        ended: whether each worker has ended.
     """
     sums = dict.fromkeys(ranks, 0)
     over = {rank for rank, one in zip(ranks, ended, strict=True) if one}

@@ -5,11 +5,11 @@
       input.pt         states of all ranks' loaders; random.pt: of their random generators
       states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a part
       writer/          what the caller's writer made
-    .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced) go. The next owner of the lock removes them
+    .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock removes them
     .lock              held by the process that writes
     history.jsonl      what was saved, restored, rolled back
 
-In the remote the same without staging: the manifest is written last, and removed first; and ``owner``, which names the
+The remote has the same without staging: the manifest is written last, and removed first. Its ``owner`` names the
 process that copies there.
 """
 
@@ -23,7 +23,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import orjson
 import torch
@@ -31,13 +31,19 @@ import xxhash
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, ConfigError, Fenced, VersionMismatch
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-Manifest = dict[str, Any]
+Manifest = JsonObject
+Contents = dict[str, object]
+"""By the file's name what ``torch.save`` takes, or blocks of bytes."""
+
+_Entry: TypeAlias = list[int | str]
+"""Size and xxh128 of a file."""
 
 _FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
 _MANIFEST = "manifest.json"
@@ -47,7 +53,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 class StepName(NamedTuple):
-    """Ordered by age."""
+    """Names are ordered by age."""
 
     rollbacks: int
     step: int
@@ -68,29 +74,26 @@ class StepName(NamedTuple):
 class Steps:
     """The saved steps in one folder, and in one place of a remote. One rank at a time changes a folder.
 
-    Methods that write raise StorageFailed if the disk refuses it, and OSError and the like if the remote does.
+    Methods that write raise StorageFailed for the disk, and OSError and others for the remote.
     """
 
     def __init__(self, folder: Path, remote: str | None) -> None:
         self.folder = folder
         self.training = ""
-        """Tells the steps of one training from those of another."""
+        """Identifies the training."""
         self._owner = ""
-        self._unlock: weakref.finalize[[files.Lock, int], Any] | None = None
+        self._unlock: weakref.finalize[[files.Lock, int], object] | None = None
         self.store: ObjectStore | None = None
         if remote is not None:
             self.store = ObjectStore(remote)
-
-    def make(self) -> None:
-        files.disk.make_dirs(self.folder)
+        files.disk.make_dirs(folder)
 
     @property
     def is_locked(self) -> bool:
-        """By this object."""
         return self._unlock is not None and self._unlock.alive
 
     def lock(self) -> None:
-        """Before anything is written. Removes what a process left that has ended.
+        """Locks the folder before the first write. Removes what an ended process left.
 
         Raises:
             CheckpointLocked: another process writes to the folder.
@@ -115,7 +118,7 @@ class Steps:
     def _clean(self) -> None:
         for path in self.folder.iterdir():
             replaced = self.folder / path.name.removeprefix(".old-")
-            if replaced != path and not replaced.exists():  # the new one never took its place
+            if replaced != path and not replaced.exists():  # the new step never took its place
                 files.disk.rename(path, replaced)
             elif path.name.startswith((".saving-", ".old-", ".removed-")):
                 files.disk.remove_tree(path)
@@ -123,7 +126,7 @@ class Steps:
     # write --------------------------------------------------------------------------------------------------------
 
     def begin(self, name: StepName) -> Path:
-        """Returns an empty folder, to which the step is written."""
+        """Makes an empty folder for the step."""
         staging = self.folder / f".saving-{name}"
         files.disk.remove_tree(staging)
         for path in (staging, staging / "states", staging / "writer"):
@@ -134,23 +137,16 @@ class Steps:
         files.disk.remove_tree(self.folder / f".saving-{name}")
 
     def finish(
-        self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], of: Manifest | None = None
+        self, name: StepName, contents: Contents, metrics: dict[str, float], of: Manifest | None = None
     ) -> Manifest:
-        """Writes what is not written yet, and makes the step complete."""
+        """Writes the missing files, and makes the step complete."""
         self.write(name, contents, metrics, of)
         return self.publish(name)
 
-    def write(
-        self, name: StepName, contents: dict[str, Any], metrics: dict[str, float], of: Manifest | None = None
-    ) -> None:
-        """Writes what is not written yet.
-
-        Args:
-            contents: by the file's name what ``torch.save`` takes, or blocks of bytes.
-            of: the manifest of the step that this is a copy of.
-        """
+    def write(self, name: StepName, contents: Contents, metrics: dict[str, float], of: Manifest | None = None) -> None:
+        """Writes the missing files. ``of``: the manifest of the step that this is a copy of."""
         staging = self.folder / f".saving-{name}"
-        entries = dict[str, list[Any]]()
+        entries = dict[str, _Entry]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
             entries[str(path.relative_to(staging))] = _size_and_hash(path)
             files.disk.sync(path)
@@ -158,16 +154,13 @@ class Steps:
             files.disk.make_dirs((staging / file).parent)
             entries[file] = _write(staging / file, content)
         manifest = {"format": _FORMAT, "training": self.training, "step": name.step, "rollbacks": name.rollbacks}
-        manifest |= {"at": time.time(), "metrics": metrics}
-        if of is not None:
-            manifest |= of
-        manifest["files"] = entries
+        manifest |= {"at": time.time(), "metrics": metrics, **(of or {}), "files": entries}
         files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
 
     def publish(self, name: StepName) -> Manifest:
-        """Makes a step complete that was written. Returns its manifest."""
+        """Makes a written step complete. Returns its manifest."""
         staging = self.folder / f".saving-{name}"
         old = self._set_aside(name, "old")
         files.disk.rename(staging, self.folder / str(name))
@@ -176,7 +169,7 @@ class Steps:
         return self.manifest(name)
 
     def remove(self, name: StepName) -> None:
-        """Removes a step, complete or damaged. A missing one is fine."""
+        """Removes a step, complete or damaged, if it is there."""
         files.disk.remove_tree(self._set_aside(name, "removed"))
 
     def _set_aside(self, name: StepName, why: str) -> Path:
@@ -196,14 +189,14 @@ class Steps:
         return _step_names(path.name for path in self.folder.iterdir())
 
     def manifest(self, name: StepName) -> Manifest:
-        """Raises CheckpointCorrupt if it is missing or damaged, VersionMismatch if another version wrote it."""
+        """Raises CheckpointCorrupt if the manifest is missing or damaged, VersionMismatch for another version."""
         path = self.folder / str(name) / _MANIFEST
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing.")
         return _opened(path.read_bytes(), str(path), name)
 
     def check(self, name: StepName) -> None:
-        """Reads each file. Raises CheckpointCorrupt if the step is not as it was saved."""
+        """Reads each file. Raises CheckpointCorrupt if one has changed."""
         for file, entry in self.manifest(name)["files"].items():
             path = self.folder / str(name) / file
             if not path.is_file():
@@ -220,7 +213,7 @@ class Steps:
             raise CheckpointCorrupt(f"{where} is of another training.")
 
     def load(self, name: StepName, file: str, only_plain: bool = True) -> Any:
-        """What ``torch.save`` wrote, in the host's memory. Call ``check`` before."""
+        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before."""
         path = self.folder / str(name) / file
         if not path.is_file():
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
@@ -246,13 +239,13 @@ class Steps:
         self.store.put(f"{name}/{_MANIFEST}", (self.folder / str(name) / _MANIFEST).read_bytes())
 
     def remote_names(self) -> list[StepName]:
-        """Those in the remote, complete or not."""
+        """Returns the steps in the remote, complete or not."""
         if self.store is None:
             return []
         return _step_names(self.store.names())
 
     def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
-        """Those of complete steps; and the steps that have none."""
+        """Returns the manifests of complete steps, and the names of incomplete ones."""
         found = dict[StepName, Manifest]()
         incomplete = set[StepName]()
         for name in self.remote_names():
@@ -263,7 +256,7 @@ class Steps:
         return found, incomplete
 
     def remote_manifest(self, name: StepName) -> Manifest:
-        """Raises CheckpointCorrupt if it is missing or damaged."""
+        """Raises CheckpointCorrupt if the manifest is missing or damaged."""
         assert self.store is not None
         data = self.store.read(f"{name}/{_MANIFEST}", 64 << 20)
         where = f"{self.store.url}/{name}/{_MANIFEST}"
@@ -278,7 +271,7 @@ class Steps:
             raise ConfigError(f"{self.store.url} holds {max(others)} of another training. Choose another remote.")
 
     def own_remote(self) -> None:
-        """Raises Fenced if a later process copies there: this one is of a node that was given up for lost."""
+        """Raises Fenced if a later process copies there: this node was given up for lost."""
         assert self.store is not None
         if not self._owner:
             self._owner = uuid.uuid4().hex
@@ -290,7 +283,7 @@ class Steps:
         """Copies a step from the remote into the folder.
 
         Raises:
-            CheckpointCorrupt: it is not complete there, or damaged, or of another training.
+            CheckpointCorrupt: the step is incomplete there, damaged, or of another training.
         """
         assert self.store is not None
         manifest = self.remote_manifest(name)
@@ -309,25 +302,24 @@ class Steps:
         self.finish(name, {}, {}, manifest)
 
     def remove_remote(self, name: StepName) -> None:
-        """Removes a step, or what there is of one."""
+        """Removes a step, complete or not."""
         assert self.store is not None
         self.store.remove(f"{name}/{_MANIFEST}")
         self.store.remove_below(str(name))
 
 
 def _step_names(names: Iterable[str]) -> list[StepName]:
-    """Those that are names of steps, oldest first."""
     found = map(StepName.parse, names)
     return sorted(name for name in found if name is not None)
 
 
 def _release(lock: files.Lock, pid: int) -> None:
-    if os.getpid() == pid:  # no forked child
+    if os.getpid() == pid:  # not in a forked child
         lock.release(remove=True)
 
 
-def _write(path: Path, content: Any) -> list[Any]:
-    """Writes and syncs a file. Returns its size and hash."""
+def _write(path: Path, content: object) -> _Entry:
+    """Writes and syncs a file."""
     file = _File(path)
     try:
         if isinstance(content, Iterator):
@@ -344,7 +336,7 @@ def _write(path: Path, content: Any) -> list[Any]:
 
 
 class _File(files.HashedFile):
-    """Keeps what the disk said, which torch does not pass on."""
+    """Keeps the disk's error, which torch does not pass on."""
 
     failed: Exception | None = None
 
@@ -357,13 +349,12 @@ class _File(files.HashedFile):
 
 
 def blocks(path: Path) -> Iterator[bytes]:
-    """A file's content."""
     with explained("read", path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             yield block
 
 
-def _size_and_hash(path: Path) -> list[Any]:
+def _size_and_hash(path: Path) -> _Entry:
     digest = xxhash.xxh3_128()
     size = 0
     for block in blocks(path):

@@ -1,12 +1,11 @@
 """Who reads which positions of an epoch: ranks and workers take turns.
 
-Ranks take turns by the row, so that all have the same number, and so do their first n samples together, whatever their
-number is. The workers of a rank take turns by the batch. So the global batch of step s has the positions from
-``s * world_size * batch_size`` on: it is the same for any number of ranks and workers, if its size is. (Without
+Ranks take turns by the row, and the workers of a rank by the batch. So the global batch of step s has the positions
+from ``s * world_size * batch_size`` on: it is the same for any number of ranks and workers, if its size is. (Without
 ``batch_size`` workers take turns by the row, too: a step is then the same in sum after each round of workers.)
 
-A ``Round`` is one topology, and how far each of its workers came. After it, the positions that nobody had are dealt out
-anew. A state holds the rounds so far: about 30 bytes for each time that an epoch was continued by another topology.
+A ``Round`` is one topology, and how far each of its workers came. After it, the remaining positions are dealt out anew.
+A state holds the rounds so far: about 30 bytes for each change of the topology.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ Even: TypeAlias = Literal["drop", "repeat"] | None
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many read, and how they take turns.
+    """The number of readers, and how they take turns.
 
     Attributes:
         ranks: the number of ranks.
         workers: the number of workers of each rank; 1 if the rank itself reads.
-        batch: how many samples in a row a worker gets before the next worker of its rank gets some.
+        batch: how many samples in a row a worker gets.
     """
 
     ranks: int
@@ -40,12 +39,11 @@ class Topology:
 
     @property
     def slots(self) -> int:
-        """How many workers there are. They are numbered in the order in which they get samples: all ranks' first ones,
-        then all ranks' second ones."""
+        """The number of workers. They are numbered in turn: all ranks' first ones, then all ranks' second ones."""
         return self.ranks * self.workers
 
     def of_rank(self, rows: int, rank: int, even: Even) -> int:
-        """How many of ``rows`` rows a rank gets."""
+        """Returns how many of ``rows`` rows a rank gets."""
         if even == "drop":
             return rows // self.ranks
         if even == "repeat":
@@ -53,19 +51,19 @@ class Topology:
         return (rows - rank + self.ranks - 1) // self.ranks
 
     def of_worker(self, rows: int, rank: int, worker: int, even: Even) -> int:
-        """How many of ``rows`` rows a worker gets."""
+        """Returns how many of ``rows`` rows a worker gets."""
         mine = self.of_rank(rows, rank, even)
         turns, rest = divmod(mine, self.workers * self.batch)
         return turns * self.batch + min(max(rest - worker * self.batch, 0), self.batch)
 
     def places(self, rank: int, worker: int, samples: Numbers) -> Numbers:
-        """The places, in the list that is dealt out, of a worker's samples with these numbers."""
+        """Returns the places, in the list that is dealt out, of a worker's samples with these numbers."""
         turn = samples // self.batch
         offset = samples % self.batch
         return ((turn * self.workers + worker) * self.batch + offset) * self.ranks + rank
 
     def owner(self, places: Numbers) -> tuple[Numbers, Numbers]:
-        """The opposite of ``places``: the slots, and the numbers of the samples there."""
+        """Reverts ``places``: returns the slots, and the numbers of the samples there."""
         in_rank = places // self.ranks
         rank = places % self.ranks
         batch = in_rank // self.batch
@@ -80,7 +78,7 @@ class Round:
     topology: Topology
     counts: tuple[int, ...]
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         runs = [[len(list(run)), count] for count, run in groupby(self.counts)]
         return [self.topology.ranks, self.topology.workers, self.topology.batch, runs]
 
@@ -96,11 +94,11 @@ class Round:
 
     @cached_property
     def _end(self) -> int:
-        """From this place on, nobody had any."""
+        """From this place on, no slot had a sample."""
         return -(-max(self.counts) // self.topology.batch) * self._turn_rows
 
     def holes(self, rows: int) -> Numbers:
-        """The places before ``_end`` that nobody had."""
+        """Returns the places before ``_end`` that no slot had."""
         low = min(self.counts) // self.topology.batch * self._turn_rows
         high = min(self._end, rows)
         places = np.arange(low, max(low, high))
@@ -112,7 +110,6 @@ class Remaining:
     """The positions of an epoch that are left after some rounds, in their order."""
 
     def __init__(self, rows: int, rounds: Sequence[Round] = ()) -> None:
-        """``rows``: of the whole epoch."""
         self.rows = rows
         self._steps: list[tuple[Numbers, int]] = []
         for one in rounds:
@@ -121,10 +118,7 @@ class Remaining:
             self.rows = len(holes) + max(0, self.rows - one._end)
 
     def positions(self, places: Numbers) -> Numbers:
-        """The positions in the epoch of these places in the list of what is left.
-
-        Places after the end are the first ones again.
-        """
+        """Returns the positions in the epoch of these places in the remaining list, which repeats after its end."""
         found = places % max(1, self.rows)
         for holes, end in reversed(self._steps):
             beyond = end + found - len(holes)

@@ -1,14 +1,13 @@
 """One schema for all files of an input, whose columns may have other types in each.
 
-Rows of several files come together in a shuffled window. pyarrow would unify the types of those that happen to be
-there, so that a row's type would depend on its neighbours, and on where a run was resumed. Here the types of all files
-count, whoever reads what.
+Rows of several files come together in a shuffled window. If pyarrow unified the types within a window, a row's type
+would depend on its neighbours, and on where a run was resumed. Here the types of all files count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.torch.block_file import check_columns
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Unified:
-    """The types that all rows get.
+    """The types of all rows.
 
     Args:
         schemas: each schema that occurs, serialized, and a file that has it.
-        columns: the columns that are read, which all files must have; None: all that some file has. Where a file lacks
-            one, its rows have None.
+        columns: the columns that are read, which all files must have; None: all columns of all files. Rows of a file
+            that lacks one have None.
 
     Raises:
         ConfigError: a file lacks a column, or the types of a column cannot be unified.
@@ -42,10 +41,7 @@ class Unified:
         self._schema = pa.schema([(column, _unify(column, files)) for column, files in kinds.items()])
 
     def apply(self, table: pa.Table, name: str) -> pa.Table:
-        """The table in these types.
-
-        Args:
-            name: of its file.
+        """Casts a table of the file ``name``.
 
         Raises:
             InputError: a value does not fit the type.
@@ -72,7 +68,7 @@ class Unified:
 
 
 def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
-    """The type that holds the values of all these types, each with a file that has it."""
+    """Returns the type that holds the values of all these types, each with a file that has it."""
     import pyarrow as pa
 
     found, *others = kinds
@@ -90,7 +86,7 @@ def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type of the values of a dictionary, or of views of texts."""
+    """Returns the type of the values of a dictionary, or of views of texts."""
     import pyarrow as pa
     import pyarrow.types as types
 
@@ -100,12 +96,12 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return views.get(kind, kind)
 
 
-def _cast(column: Any, kind: pa.DataType) -> Any:
+def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     import pyarrow as pa
 
     if column.type == kind:
         return column
-    # Casts do not add the fields of a struct; this does, as it has unified the types.
+    # Casts do not add the fields of a struct, as this does.
     tables = [pa.table({"": column.cast(_plain(column.type))}), pa.table({"": pa.array([], kind)})]
     unified = pa.concat_tables(tables, promote_options="permissive").column(0)
     return pa.chunked_array([chunk for chunk in unified.chunks if len(chunk)], kind)

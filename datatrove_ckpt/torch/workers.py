@@ -1,8 +1,8 @@
-"""Workers of a loader outlive a signal that all processes got: their loop saves after the step, and then ends them.
+"""Prepares a loader's workers: they outlive signals, and have seeds that do not depend on restarts.
 
 torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the loader raises in the
-process of the training before it can save. Here they ignore it, until that process ends. They ignore what ``terminate``
-sends, too, and multiprocessing waits for them at the exit: so a thread of each worker looks whether it may go.
+process of the training before it can save. Here they ignore it, until that process ends. They ignore ``terminate``,
+too, and multiprocessing waits for them at the exit: so a thread of each worker watches for the end.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from datatrove_ckpt.process.shutdown import SIGNALS
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
 _LOOK_SECONDS = 0.1
 
 
 class OutlivesSignals:
-    """A ``worker_init_fn``.
-
-    Args:
-        usual: the one that the loader has; called as well.
-    """
+    """A ``worker_init_fn`` that calls the ``usual`` one as well."""
 
     def __init__(self, usual: Callable[[int], object] | None) -> None:
         self._usual = usual
@@ -50,19 +49,24 @@ class OutlivesSignals:
         os._exit(0)
 
 
-def keep_workers(loader: Any) -> None:
-    """Lets a loader's workers outlive signals. Before they start."""
+def prepare_loader(loader: DataLoader, seed: int) -> None:
+    """Before its workers start, lets them outlive signals, and gives the loader a generator for their seeds.
+
+    Else each iterator would draw the seeds from torch's generator, also that of an epoch which is resumed.
+    """
     inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
     usual = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and not isinstance(usual, OutlivesSignals):
         inner.worker_init_fn = OutlivesSignals(usual)
+    if getattr(inner, "generator", False) is None:
+        inner.generator = torch.Generator().manual_seed(seed >> 1)
 
 
 @cache
 def _is_over(process: int) -> torch.Tensor:
-    """Whether this process ends, in memory that it shares with its workers."""
+    """Makes a flag in memory that this process shares with its workers, which is set when it ends."""
     found = torch.zeros(1, dtype=torch.bool).share_memory_()
-    # Before multiprocessing waits for the workers. In a process that it started itself, it does so without atexit.
+    # Before multiprocessing waits for the workers: in a process that it started itself, without atexit.
     multiprocessing.util.Finalize(None, found.fill_, args=(True,), exitpriority=100)
     atexit.register(found.fill_, True)
     return found

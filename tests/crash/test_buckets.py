@@ -7,15 +7,13 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
-from huggingface_hub import HfFileSystem, get_session
+from huggingface_hub import HfFileSystem
 from loguru import logger
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
@@ -26,9 +24,9 @@ from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
+from tests.crash.test_hub import CrashingClient, crashing_client
 from tests.crash.test_mirror import ask_twice
 from tests.hub import FakeHub
-from tests.hub.routes import route
 from tests.jobs import config
 from tests.mirrors import ONE_BY_ONE, PASSES, answered
 from tests.patience import ChangePolicy
@@ -44,32 +42,10 @@ PLACE = "org/job"
 Effects = tuple[str, ...]
 
 
-class CrashingClient:
-    """A client that may die before and after each request that changes something, and sends nothing when it is dead."""
-
-    disk: CrashingDisk | None = None
-
-    def __init__(self, send: Callable[..., Any]) -> None:
-        self._send = send
-
-    def send(self, client: Any, request: Any, **options: Any) -> Any:
-        kind = route(request.method, request.url.path)[0]
-        self._effect(f"before {kind}", kind)
-        response = self._send(client, request, **options)
-        self._effect(f"after {kind}", kind)
-        return response
-
-    def _effect(self, label: str, kind: str) -> None:
-        if self.disk is not None:
-            with self.disk._lock:
-                self.disk.before("request" if kind in WRITES else "look", (), label)
-
-
 @pytest.fixture
 def client(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
-    library = type(get_session())
-    crashing = CrashingClient(library.send)
-    monkeypatch.setattr(library, "send", lambda *arguments, **options: crashing.send(*arguments, **options))
+    crashing = crashing_client(monkeypatch)
+    crashing.writes = WRITES
     return crashing
 
 

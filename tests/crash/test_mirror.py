@@ -115,7 +115,8 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
     ("after_crash", "torn", "number"),
     [
         pytest.param(lose_the_node, False, 3, id="node lost", marks=pytest.mark.full),
-        pytest.param(lose_the_node, True, 3, id="node lost, torn puts"),
+        pytest.param(lose_the_node, True, 2, id="node lost, torn puts"),
+        pytest.param(lose_the_node, True, 3, id="node lost, torn puts, two chunks", marks=pytest.mark.slow),
         pytest.param(keep_the_node, True, 3, id="node kept, torn puts", marks=pytest.mark.slow),
         pytest.param(lose_the_node, True, 6, id="node lost, longer", marks=pytest.mark.full),
     ],

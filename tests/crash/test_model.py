@@ -46,6 +46,7 @@ from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place, outp
 from tests.disk_errors import FailingDisk
 from tests.jobs import runner
 from tests.power_loss import PowerLossDisk
+from tests.rank_folders import place_at
 
 # The job ------------------------------------------------------------------------------------------------------------
 
@@ -502,7 +503,7 @@ class JobMachine(RuleBasedStateMachine):
     def _check_verify(self, all_is_done: bool) -> None:
         if not (self._rank / "run.json").exists():
             return
-        report = verify(self.job / "checkpoints", full=True)
+        report = verify(place_at(self.job / "checkpoints"), full=True)
         assert not report.problems, "\n".join(map(str, report.problems))
         if all_is_done:
             assert not report.unfinished, "\n".join(map(str, report.unfinished))

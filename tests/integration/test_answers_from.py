@@ -23,6 +23,7 @@ from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import documents, writer
 from tests.make_release import run
 from tests.patience import until_async
+from tests.rank_folders import place_at
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 from .test_releases import VERSIONS, kept, restored
@@ -109,7 +110,7 @@ def test_only_answers_to_equal_payloads_are_not_asked_again(
     assert sum(server.asked.values()) == 5 + DOCUMENTS
     start(fresh, server, TwoSteps("Longer"), records_per_chunk=per_chunk)
     assert outputs(new / "output") == outputs(fresh / "output")
-    report = verify(new / "checkpoints", full=True)
+    report = verify(place_at(new / "checkpoints"), full=True)
     assert (report.problems, report.unfinished) == ([], [])
     assert kept(old) == before
 
@@ -169,6 +170,7 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer
     assert_same_output_after_every_crash(attempt, tmp_path / "job", after_crash=all_are_there, counted=OF_FILES)
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_answers_is_killed_at_every_effect(
     old: Path, tmp_path: Path, server: FakeServer, code_described_once: None
 ) -> None:
@@ -189,7 +191,7 @@ def test_the_old_run_goes_on_beside_the_new_one(old: Path, tmp_path: Path, serve
     server.asked.clear()
     start(old, server, TwoSteps("Shorter"), accept_changes=True)
     assert first_requests(server) == {"6"}
-    assert verify(old / "checkpoints", full=True).problems == []
+    assert verify(place_at(old / "checkpoints"), full=True).problems == []
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -205,7 +207,7 @@ def test_an_answer_that_was_used_once_belongs_to_the_new_run(
         shutil.rmtree(old)
     start(new, server, TwoSteps("Longer"), accept_changes=True, answers_from=None if is_gone else checkpoints(old))
     assert sum(server.asked.values()) == 5 + DOCUMENTS
-    assert verify(new / "checkpoints", full=True).problems == []
+    assert verify(place_at(new / "checkpoints"), full=True).problems == []
     start(new, server, TwoSteps("Longer"), accept_changes=True, answers_from=checkpoints(tmp_path / "none"))
 
 
@@ -213,7 +215,7 @@ def test_an_answer_that_was_used_once_belongs_to_the_new_run(
 def test_the_input_may_be_shorter_or_longer(number: int, old: Path, tmp_path: Path, server: FakeServer) -> None:
     start(tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old))
     assert first_requests(server) == {str(one) for one in range(number)} - {"4", "5"}
-    assert verify(tmp_path / "new" / "checkpoints", full=True).problems == []
+    assert verify(place_at(tmp_path / "new" / "checkpoints"), full=True).problems == []
 
 
 def test_a_document_with_another_text_is_asked_again(old: Path, tmp_path: Path, server: FakeServer) -> None:
@@ -243,12 +245,6 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
     assert not (new / "checkpoints" / "00000").exists()
     start(new, server, TwoSteps("Longer"))
     assert sum(server.asked.values()) == 2 * DOCUMENTS
-
-
-def test_a_run_that_was_dealt_out_anew_is_refused(old: Path, tmp_path: Path, server: FakeServer) -> None:
-    (old / "checkpoints" / "shares.json").touch()
-    with pytest.raises(CheckpointMismatch, match="Finish it with commit d3ddc9c6"):
-        start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
 
 
 @pytest.mark.parametrize(

@@ -86,14 +86,6 @@ def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(job: Path, co
     assert {line.split()[0] for line in every[: -len(lines)]} == {"ok"}
 
 
-def test_it_prints_json_and_takes_overrides(job: Path, command: Command) -> None:
-    changes = ("--pipeline.1.checkpoints_local_dir=other", "--executor.workers=2")
-    content = json.loads(command("doctor", "job.yaml", "--json", *changes).out)
-    messages = {f"{check['subject']}, {check['what']}": check["message"] for check in content["checks"]}
-    assert (content["config"], content["exit_code"]) == ("job.yaml", 0)
-    assert messages["checkpoints, writable"].startswith(f"{job}/other")
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("override", "check", "says"),
@@ -191,7 +183,7 @@ def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
 
 def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[Finding]:
     plan = RunPlan(LocalPipelineExecutor([step], logging_dir=str(folder)))
-    return list(doctor.check_runner(doctor.Look(plan, sample), "", plan.runners[0]))
+    return list(doctor.check_runner(plan.runners[0], "", sample))
 
 
 def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeServer) -> None:

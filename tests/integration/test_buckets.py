@@ -37,7 +37,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.hub import FakeHub
 from tests.hub.server import Access
-from tests.mirrors import Job, refuse_the_second
+from tests.mirrors import Job
 from tests.patience import ChangePolicy
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -285,7 +285,7 @@ def test_lists_that_lag_lose_and_repeat_nothing(job: FakeHub, server: FakeServer
     assert len(output(job)) == 4
 
 
-def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: FakeHub, tmp_path: Path) -> None:
+def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: FakeHub) -> None:
     step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
     mirrored = Versions(f"{BUCKET}/mirror/00000")
     job.put("org/job", {"logs/completions/00000": b"", "mirror/00000/objects/old": b""}, kind="bucket")
@@ -374,6 +374,7 @@ def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
 # a node that is lost after its last upload ----------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("place", [BUCKET, "hf://datasets/org/data"])
 def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced(
     hub: FakeHub, tmp_path: Path, place: str
@@ -394,16 +395,6 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
         (second,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
         assert first != second
         assert len(second.splitlines()) == 3
-
-
-@pytest.mark.parametrize("place", [BUCKET, "hf://datasets/org/data"])
-def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(
-    hub: FakeHub, tmp_path: Path, place: str
-) -> None:
-    hub.create_repo("org/job", kind="bucket")
-    hub.create_repo("org/data")
-    output_writer = JsonlWriter(f"{place}/output", "${rank}_${chunk_index}.jsonl", compression=None)
-    refuse_the_second(tmp_path, (f"{BUCKET}/one", f"{BUCKET}/two"), output_writer=output_writer)
 
 
 def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job: FakeHub, tmp_path: Path) -> None:

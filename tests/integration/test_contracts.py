@@ -2,7 +2,7 @@
 
     refusals.txt    what `run`, `doctor` and `verify` say of the same job when something is wrong, word by word
     run.json        of a run whose settings hold secrets: it says which of them are hidden
-    names.json      settings of a YAML file, flags and exit codes of the commands, and the keys of each `--json`
+    names.json      settings of a YAML file, flags of the commands, and the keys of each `--json`
 
 Who means to change something writes them anew, and reads the difference:
 
@@ -334,42 +334,6 @@ def keys(content: Any, path: str = "") -> Iterator[str]:
         for name, one in content.items():
             inner = f"{path}.*" if path.rpartition(".")[2] in BY_NAME else f"{path}.{name}"
             yield from (inner, *keys(one, inner))
-
-
-CODES = {
-    NEW: (
-        "run job.yaml --dry-run; run missing.yaml; run job.yaml --executor.task=1; run; run job.yaml --nothing; bogus; "
-        "run job.yaml --retry-dead-letters; status job.yaml; status missing; verify missing; repair job.yaml; "
-        "report job.yaml -o -; "
-        "plan job.yaml; plan job.yaml --mtbf 6; doctor missing.yaml; "
-        "--version; --help"
-    ),
-    DONE: (
-        "run job.yaml --dry-run; run job.yaml --dry-run --executor.tasks=3; status job.yaml; status checkpoints --all; "
-        "verify checkpoints --full; repair job.yaml --dry-run; repair checkpoints; report checkpoints -o -; "
-        "run job.yaml --retry-dead-letters"
-    ),
-    STOPPED: (
-        "status job.yaml; verify job.yaml; repair job.yaml --dry-run; report job.yaml -o -; "
-        "run job.yaml; verify checkpoints"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.xdist_group("contracts")
-@pytest.mark.parametrize("state", CODES)
-def test_exit_codes(
-    state: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restore(jobs[0], state)
-    monkeypatch.chdir(jobs[0])
-    found = {}
-    for words in CODES[state].split("; "):
-        try:
-            found[words] = command(*words.split(), code=None).code
-        except SystemExit as exit:  # of argparse
-            found[words] = exit.code
-    hold(f"exit codes, {state}", found)
 
 
 # secrets in run.json -------------------------------------------------------------------------------------------------

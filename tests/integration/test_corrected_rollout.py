@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,7 @@ import pytest
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.testing import FakeServer
-from tests import processes
-from tests.jobs import documents, ids, rows, runner
+from tests.jobs import documents, rows, runner
 from tests.unit.test_identity import load
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -87,69 +83,3 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
     assert set(server.asked.values()) == {1}
     assert versions(here) == BY_ID
     sys.modules.pop("users_rollouts", None)
-
-
-SCRIPT = """
-import asyncio
-import copy
-import glob
-import os
-from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from prompts import PROMPTS
-
-class Asker:
-    def __init__(self, system):
-        self.request = {"messages": [{"role": "system", "content": system}, {"role": "user", "content": ""}]}
-
-    async def __call__(self, document, generate):
-        if document.id == os.environ.get("STOP_AT"):
-            while not glob.glob("output/*.jsonl"):  # without work, another run may begin there
-                await asyncio.sleep(0.01)
-            os._exit(9)
-        self.request["messages"][1]["content"] = self.helper(document)
-        return (await generate(copy.deepcopy(self.request))).text
-
-    def helper(self, document):
-        return PROMPTS["say"] + document.text
-
-def row(writer, document):
-    return {"id": document.id, "text": document.text}
-
-if __name__ == "__main__":
-    writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None, adapter=row)
-    config = InferenceConfig("dummy", "model", max_concurrent_documents=1)
-    asker = Asker("Be brief.")
-    runner = InferenceRunner(asker, config, writer, checkpoints_local_dir="checkpoints", records_per_chunk=2)
-    runner.run([Document(text=f"text {number}", id=str(number)) for number in range(6)])
-"""
-
-
-@pytest.mark.slow
-def test_a_script_that_was_edited_after_a_kill_is_refused_and_the_edited_definition_named(tmp_path: Path) -> None:
-    def run(stop_at: str = "") -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "STOP_AT": stop_at}
-        return processes.run([sys.executable, "-B", "script.py"], cwd=tmp_path, env=environment, timeout=600)
-
-    original = {"script.py": SCRIPT, "prompts.py": 'PROMPTS = {"say": "Say "}\n'}
-    edits = {
-        "Asker": ("script.py", "+ document.text", "+ document.id"),
-        "PROMPTS": ("prompts.py", "Say ", "Sing "),
-        "request": ("script.py", "Be brief.", "Be long."),
-        "row": ("script.py", '{"id": document.id, ', "{"),
-    }
-    for name, text in original.items():
-        (tmp_path / name).write_text(text)
-    assert run(stop_at="3").returncode == 9
-    for definition, (file, old, new) in edits.items():
-        assert old in original[file]
-        (tmp_path / file).write_text(original[file].replace(old, new))
-        refused = run()
-        assert refused.returncode == 1
-        error = refused.stderr[refused.stderr.index("CheckpointMismatch") :]
-        assert re.search(rf"\b{definition}\b", error), error
-        (tmp_path / file).write_text(original[file])
-    finished = run()
-    assert finished.returncode == 0, finished.stderr
-    assert sorted(ids(tmp_path)) == list("012345")

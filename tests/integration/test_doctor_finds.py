@@ -163,14 +163,6 @@ def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) ->
     assert "This task's input holds no document, although '1.csv'" in text
 
 
-@pytest.mark.slow
-def test_a_folder_of_empty_files_and_one_without_files(found: Doctor) -> None:
-    Path("documents/a.jsonl").write_bytes(b"")
-    assert found()["input, readable"][0] == "warning"
-    Path("documents/a.jsonl").unlink()
-    assert "holds no documents for this reader: no file matches." in found()["input, readable"][1]
-
-
 # folders, files, an earlier run --------------------------------------------------------------------------------------
 
 
@@ -180,30 +172,6 @@ def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
     assert state == "problem"
     assert text.startswith(f"max_concurrent_generations: {2**31} requests at once need ")
     assert "(ulimit -n " in text
-
-
-def test_what_has_changed_since_tasks_were_finished(found: Doctor, command: Command) -> None:
-    command("run", "job.yaml")
-    checks = found()
-    for name in ("job, earlier runs", "input, of finished tasks", "output, of earlier runs"):
-        assert checks[name] == ("ok", "nothing differs.")
-    state, text = found("--executor.tasks=2")["job, earlier runs"]
-    assert state == "problem"
-    assert "were made by another run: tasks: 1 -> 2" in text
-    (output,) = Path("out").glob("*.jsonl")
-    output.unlink()
-    with Path("documents/a.jsonl").open("a") as file:
-        file.write(json.dumps({"text": "Snow falls.", "id": "1"}) + "\n")
-    checks = found()
-    assert checks["output, of earlier runs"][0] == checks["input, of finished tasks"][0] == "problem"
-    assert f"{output.name} is missing" in checks["output, of earlier runs"][1]
-    assert "changed: 'a.jsonl' (had " in checks["input, of finished tasks"][1]
-
-
-def test_two_steps_that_would_write_the_same_files(found: Doctor) -> None:
-    state, text = found("--pipeline.0.data_folder=out")["pipeline, checked"]
-    assert state == "problem"
-    assert "so the next start would take this output for input" in text
 
 
 @pytest.mark.matrix

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,12 @@ from datatrove_ckpt.checkpoint import commits
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
-    Preempted,
     ServerRefused,
     UnexpectedExit,
     WorkerDied,
 )
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import runner
 from tests.yaml_jobs import write_tasks
@@ -181,14 +178,6 @@ def job(folder: Path, server: FakeServer, workers: int, **settings: Any) -> Loca
     )
 
 
-def test_several_workers_write_what_one_writes(tmp_path: Path, server: FakeServer) -> None:
-    for workers in (1, 3):
-        write_tasks(tmp_path / str(workers), 3, 5)
-        job(tmp_path / str(workers), server, workers).run()
-    assert set(server.asked.values()) == {2}
-    assert outputs(tmp_path / "1" / "output") == outputs(tmp_path / "3" / "output")
-
-
 def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tasks(tmp_path, 3, 5)
     reads: list[str] = []
@@ -207,24 +196,6 @@ def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkey
         reads.clear()
         one_at_a_time.run()
     assert reads.count("00000/commits.jsonl") == 3  # before the start, by the rank, and after the end
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_end_of_the_jobs_time_is_no_death_of_a_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    """As in a batch script of Slurm that runs a program with this executor."""
-    write_tasks(tmp_path, 3, 5)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3.0))  # half of a short time is for work
-    said = "Stopped by the end of the job's time limit. Run the same command again to resume."
-    with FakeServer(hold_after=4) as server:
-        with pytest.raises(Preempted, match=re.escape(said)):
-            job(tmp_path, server, workers, drain_seconds=0.1).run()
-        monkeypatch.delenv("SLURM_JOB_END_TIME")
-        server.release()
-        job(tmp_path, server, workers).run()
-    assert len(completed(tmp_path)) == 3
 
 
 def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

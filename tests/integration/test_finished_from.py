@@ -139,7 +139,8 @@ def take_over(here: Path, command: Command, number: int, done: set[str], old: st
 # datatrove's half-done runs, and ours under another number of tasks --------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 2, pytest.param(0, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", [1, 2, 0])
 def test_a_killed_run_of_datatroves_is_taken_over(
     here: Path, command: Command, datatrove: Datatrove, seed: int
 ) -> None:
@@ -180,7 +181,8 @@ def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_ove
     take_over(here, command, 60, done, **PARQUET)
 
 
-@pytest.mark.parametrize("changes", [{}, PARQUET], ids=["jsonl", "parquet"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("changes", [PARQUET, {}], ids=["parquet", "jsonl"])
 def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(
     here: Path, command: Command, changes: dict[str, str]
 ) -> None:
@@ -261,7 +263,8 @@ def test_what_has_no_result_is_named_once_before_the_first_request(job: Path, co
     assert err.index("not taken over") < err.index("refused with 403")
 
 
-@pytest.mark.parametrize("cut", ["last_chunk", "line", "glued", "file"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("cut", ["glued", "last_chunk", "line", "file"])
 def test_a_run_that_died_at_any_time_is_taken_over(job: Path, command: Command, cut: str) -> None:
     first, second = (job / CHUNK_FILE).read_bytes().splitlines(keepends=True)
     (job / "output" / "00000_chunk_2.jsonl").unlink()  # the killed run had it in memory, or has it
@@ -289,7 +292,8 @@ def finished_or_torn(job: Path) -> set[str]:
         return DONE - {"id 8", "id 9"}
 
 
-@pytest.mark.parametrize("end", [None, -6])
+@pytest.mark.matrix
+@pytest.mark.parametrize("end", [-6, None])
 def test_compressed_output_is_taken_over_up_to_its_damage(
     here: Path, command: Command, datatrove: Datatrove, end: int | None
 ) -> None:

@@ -13,7 +13,6 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint import history_records
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
 from datatrove_ckpt.errors import DocumentFailed, Preempted
@@ -103,34 +102,6 @@ def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, mo
     assert (last.own.documents, last.own.requests, last.own.sent, last.in_work) == (5, 5, 5, 0)
     assert last.total == last.own
     assert [line.at for line in attempt.progress] == sorted(line.at for line in attempt.progress)
-
-
-def test_servers_that_give_no_answer_and_give_answers_again_are_noted_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
-) -> None:
-    """A document is answered first, so that the outage has a beginning; the failures end once a line tells of it."""
-    monkeypatch.setattr(history_records, "_LASTS", 0.05)
-    monkeypatch.setattr(rank_progress, "_REPORT_SECONDS", 0.01)
-    policy("SERVER", first=0.01)
-
-    def lines() -> list[Progress]:
-        return [record for record in history_of(tmp_path).records if isinstance(record, Progress)]
-
-    def away_until_noted(payload: dict[str, Any], times: int) -> int | None:
-        noted = any(line.silence.lasts for line in lines())
-        return None if payload["messages"][-1]["content"] == "text 0" or noted else 503
-
-    async def until_it_is_over(document: Document, generate: Any) -> Any:
-        result = await ask(document, generate)
-        while document.id == "id 1" and lines()[-1].silence.seconds:
-            await asyncio.sleep(0.01)
-        return result
-
-    with FakeServer(status=away_until_noted) as server:
-        runner(tmp_path, server, until_it_is_over, config=ONE_BY_ONE).run(documents(2))
-    (out,) = [line for line in lines() if line.silence.lasts]
-    assert out.silence.patience > 0
-    assert out.in_flight + out.waiting == 1, "a request that waits for its next attempt waits"
 
 
 def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, policy: ChangePolicy) -> None:

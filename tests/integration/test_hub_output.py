@@ -94,19 +94,6 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub: Fa
     assert not done.called
 
 
-def test_all_chunks_of_a_rank_are_in_one_commit(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
-    hub_runner(tmp_path, server).run(documents(9))
-    assert list(hub.files("org/data")) == names(5)
-    (commit,) = hub.commits("org/data")
-    assert commit.title == "Add 5 files: rank 0, chunks 0-4"
-    assert len(hub.asked("lfs-upload")) == 5
-    assert committed(tmp_path) == [0, 1, 2, 3, 4]
-    assert not (tmp_path / "checkpoints" / "00000" / "staging").exists()
-    hub_runner(tmp_path, server).run(documents(9))
-    assert len(hub.asked("lfs-upload")) == 5
-    assert set(server.asked.values()) == {1}
-
-
 def test_a_commit_carries_at_most_so_many_files(
     hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +258,7 @@ def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
 
     with FakeServer(answer=answer) as server:
         for _ in range(2):
-            with pytest.raises(OutputMismatch, match=rf"0000{chunk}.parquet is there with other content"):
+            with pytest.raises(OutputMismatch, match=rf"other content.*0000{chunk}.parquet"):
                 hub_runner(tmp_path, server).run(documents(5))
             assert hub.files("org/data") == other
             assert committed(tmp_path) == []
@@ -295,7 +282,7 @@ def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritte
         return found
 
     monkeypatch.setattr(HubFolder, "look_up", and_then)
-    with pytest.raises(OutputMismatch, match=r"00001.parquet is there with other content"):
+    with pytest.raises(OutputMismatch, match=r"other content.*00001.parquet"):
         hub_runner(tmp_path, server).run(documents(5))
     assert hub.files("org/data") == other
 
@@ -447,9 +434,7 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     assert set(server.asked.values()) == {1}
 
 
-def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(
-    hub: FakeHub, server: FakeServer, tmp_path: Path
-) -> None:
+def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(hub: FakeHub, server: FakeServer) -> None:
     fault = hub.fail("commit", 403, times=None)
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
     step = InferenceRunner(ask, job_config(server), writer)

@@ -97,11 +97,14 @@ def test_a_bucket_that_is_missing(hub: FakeHub, log: list[str]) -> None:
 # the branch ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_branch_is_one_error_with_the_command(hub: FakeHub) -> None:
+def test_a_missing_branch_stops_a_rank_before_the_first_request(
+    tmp_path: Path, hub: FakeHub, server: FakeServer
+) -> None:
     hub.create_repo("org/data")
-    said = refused(HubFolder.parse("hf://datasets/org/data@v2/part"))
-    assert "org/data has no branch 'v2'" in said
-    assert said.endswith("hf repos branch create org/data v2 --repo-type dataset")
+    writer = JsonlWriter("hf://datasets/org/data@v2/part", "${rank}_${chunk_index}.jsonl", compression=None)
+    with pytest.raises(OutputFailed, match="make the repository and the branch"):
+        run_rank(tmp_path, server, output_writer=writer)
+    assert not server.payloads
 
 
 # a hub that is away --------------------------------------------------------------------------------------------------
@@ -116,7 +119,7 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(hub: FakeHub, log: list[str
 
 
 def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(
-    hub: FakeHub, log: list[str], monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 ) -> None:
     policy("HUB_LOOK", patience=0.0)  # a refusal for now does not use it up
     slept: list[float] = []
@@ -157,16 +160,6 @@ def run_rank(folder: Path, server: FakeServer, rank: int = 0, number: int = 4, *
     writer = JsonlWriter("hf://datasets/org/data/part", "${rank}_${chunk_index}.jsonl", compression=None)
     changes = {"output_writer": writer, **changes}
     runner(folder, server, **changes).run(documents(number), rank=rank, world_size=2)
-
-
-def test_a_rank_that_may_not_write_asks_no_server(
-    tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.create_repo("org/data")
-    monkeypatch.setenv("HF_TOKEN", hub.expired_token)
-    with pytest.raises(OutputFailed, match=r"the hub answers 401"):
-        run_rank(tmp_path, server)
-    assert not server.payloads
 
 
 @pytest.mark.slow
@@ -241,22 +234,6 @@ def test_the_doctor_names_commits_and_files(job: Run, hub: FakeHub) -> None:
     assert said["output, commits"] == "ok: all tasks together keep to 112 per hour (hub_commits_per_hour)."
     assert len(hub.repo("org/data").commits) == 1
     assert {request.kind for request in hub.requests} == {"auth-check", "tree", "paths-info"}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("what", ["missing", "limited"])
-def test_the_doctor_finds_what_would_end_the_run(job: Run, hub: FakeHub, policy: ChangePolicy, what: str) -> None:
-    says = {"missing": "make it: hf repos create org/data", "limited": "the hub answers 429"}
-    policy("HUB_PROBE", patience=0.1)
-    if what != "missing":
-        hub.create_repo("org/data")
-        hub.fail("auth-check", 429, times=None, headers={"Retry-After": "3000"})
-    said = job("doctor", code=1)
-    line = doctor_lines(said.out)["output, reachable"]
-    assert line.startswith("problem: ")
-    assert says[what] in line
-    assert "hf_Fake" not in said
-    assert not hub.asked("create", "commit")
 
 
 # what it costs -------------------------------------------------------------------------------------------------------

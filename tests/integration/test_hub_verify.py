@@ -40,16 +40,6 @@ def remove(hub: FakeHub, *names: str) -> None:
     repo.commit("main", "by hand", "", hub.clock.now(), [], list(names))
 
 
-def test_intact_output_beside_a_card_is_no_problem(cli: Cli, hub: FakeHub) -> None:
-    cli("run", "job.yaml")
-    assert [name for name in hub.files("org/data") if name not in CARD] == FILES
-    for full in ([], ["--full"]):
-        said = cli("verify", "checkpoints", *full)
-        assert "no problem" in said
-    cli("run", "job.yaml")
-    cli("status", "checkpoints")
-
-
 def test_a_file_removed_by_hand_is_found_named_and_made_again(cli: Cli, hub: FakeHub, server: FakeServer) -> None:
     cli("run", "job.yaml")
     before = hub.files("org/data")
@@ -147,21 +137,6 @@ def test_a_repository_that_cannot_be_listed_is_one_line(
     said = cli("verify", "checkpoints", code=1)
     assert "hf://datasets/org/data/part cannot be listed" in said
     assert "hf_Fake" not in said
-
-
-@pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_no_hang(cli: Cli, hub: FakeHub, policy: ChangePolicy) -> None:
-    cli("run", "job.yaml")
-    policy("HUB_LOOK", patience=0.2, first=0.01)
-    held = hub.hold("tree", times=None)
-    try:
-        for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
-            said = cli(*command, code=1)
-            assert "no answer within 0 s" in said
-            assert "hf://datasets/org/data/part: cannot be listed" in said
-            assert "heck the network" in said
-    finally:
-        held.release()
 
 
 @pytest.mark.slow

@@ -6,18 +6,16 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
@@ -64,20 +62,6 @@ def run(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: F
 
 def written() -> list[str]:
     return sorted(row["id"] for row in rows(Path()))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "loss", [lambda: shutil.rmtree("checkpoints"), lambda: shutil.rmtree("checkpoints/00001")], ids=["all", "a rank"]
-)
-def test_markers_without_checkpoints_are_refused(run: Run, loss: Callable[[], None]) -> None:
-    run()
-    loss()
-    error = run(code=1)
-    assert "completions marks task" in error
-    assert f"{Path('checkpoints').absolute()} holds no checkpoint" in error
-    assert "bring them back" in error
-    assert not run.server.asked
 
 
 @pytest.mark.slow
@@ -170,15 +154,6 @@ def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Run, com
     assert 'model: "other" -> "fake"' in run(code=1)
 
 
-@pytest.mark.slow
-def test_layout_is_not_accepted_for_unfinished_tasks_either(run: Run) -> None:
-    finish_one_task(run)
-    error = run("--executor.tasks=2", "--pipeline.1.accept_changes=true", code=1)
-    assert "tasks: 3 -> 2" in error
-    assert "set finished_from to the old output_folder and checkpoints_local_dir: finished documents keep" in error
-    assert "12 of 12 documents" in run()
-
-
 def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Run) -> None:
     run("--pipeline.1.rollout_fn.prompt=Deny {text}", code=1)
     assert Path("checkpoints/00000/run.json").exists()
@@ -195,19 +170,6 @@ def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(ru
     assert "tasks: 3 -> 2" in run(*retry, "--executor.tasks=2", code=1)
     assert "9 of 9 documents" in run(*retry, "--pipeline.1.rollout_fn.prompt=Sing {text}")
     assert "9 of 9 documents" in run(*settings)
-
-
-@pytest.mark.slow
-def test_a_machine_without_the_folder_compares_what_the_mirror_holds(run: Run) -> None:
-    mirrored = f"--pipeline.1.checkpoints_remote_dir={Path('mirror').absolute()}"
-    run(mirrored)
-    shutil.rmtree("checkpoints")
-    assert OTHER_MODEL.split("=")[1] in run(mirrored, OTHER_MODEL, code=1)
-    shutil.rmtree("checkpoints")
-    assert "tasks: 3 -> 2" in run(mirrored, "--executor.tasks=2", code=1)
-    shutil.rmtree("checkpoints")
-    assert "12 of 12 documents" in run(mirrored)
-    assert not run.server.asked
 
 
 def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Run) -> None:
@@ -330,27 +292,6 @@ def test_the_same_steps_are_never_refused(two_files: Path, server: FakeServer) -
         shutil.rmtree(two_files / "checkpoints")
         shutil.rmtree(two_files / "output")
         shutil.rmtree(two_files / "logs")
-
-
-@pytest.mark.slow
-def test_what_datatroves_executor_skips_is_checked_before_it(two_files: Path, server: FakeServer) -> None:
-    def executor() -> LocalPipelineExecutor:
-        steps = [JsonlReader(str(two_files / "input")), runner(two_files, server)]
-        return LocalPipelineExecutor(steps, tasks=2, logging_dir=str(two_files / "logs"))
-
-    check_before_run(executor())
-    executor().run()
-    check_before_run(executor())
-    for lost in (
-        next((two_files / "output").glob("*00001*")),
-        two_files / "input/1.jsonl",
-        two_files / "checkpoints/00001",
-    ):
-        away = lost.rename(two_files / "away")
-        with pytest.raises(CkptError):
-            check_before_run(executor())
-        away.rename(lost)
-    check_before_run(executor())
 
 
 # the number of tasks is the run's, not the rank's --------------------------------------------------------------------

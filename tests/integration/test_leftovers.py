@@ -184,7 +184,7 @@ def test_a_file_that_is_no_record_is_left_alone(content: bytes) -> None:
     assert path.exists()
 
 
-async def test_a_server_that_stops_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_stops_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async with started_server(InferenceConfig("dummy", "m"), 0) as server:
         (path,) = records()

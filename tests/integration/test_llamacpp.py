@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +22,6 @@ from datatrove_ckpt.errors import RequestRejected, ServerStartFailed
 from datatrove_ckpt.rollouts import PromptRollout, for_config
 from tests.clients import client_of
 from tests.jobs import make_server, started_server
-from tests.patience import until
 from tests.real.faults import (
     Fault,
     Job,
@@ -142,57 +139,3 @@ def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Pat
 @pytest.mark.slow
 def test_a_killed_runner_resumes(tmp_path: Path) -> None:
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=9)
-
-
-TWO_MODELS = """
-import sys
-from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.inference.client.client import CompletionClient
-
-complete = CompletionClient.complete
-
-async def noted(self, body, way=None, request=None):
-    answer = await complete(self, body, way, request)
-    with open("answered", "a") as file:
-        file.write(f"{self._config.name} {hash(body)}\\n")
-    return answer
-
-async def rollout(document, generate):
-    written = await generate({"prompt": f"The {document.text} is", "max_tokens": 8, "temperature": 0})
-    judged = await generate.judge({"prompt": f"{written.text} This is", "max_tokens": 8, "temperature": 0})
-    return [written.text, judged.text]
-
-if __name__ == "__main__":
-    CompletionClient.complete = noted
-    settings = {"use_chat": False, "model_max_context": 256, "max_concurrent_generations": 1}
-    model = InferenceConfig("llamacpp", sys.argv[1], model_kwargs={"threads": 1}, **settings)
-    writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None)
-    step = InferenceRunner(rollout, {"writer": model, "judge": model}, writer, checkpoints_local_dir="checkpoints")
-    step.run([Document(text=f"number {n}", id=str(n)) for n in range(8)])
-"""
-
-
-@pytest.mark.slow
-def test_two_models_on_one_node_killed_twice(here: Path) -> None:
-    (here / "job.py").write_text(TWO_MODELS)
-    answered, said = here / "answered", here / "said"
-    answered.touch()
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
-    for kill_after in (3, 8, 99):
-        with said.open("ab") as log:
-            process = subprocess.Popen([sys.executable, "job.py", GGUF], env=environment, stderr=log)
-        until(lambda: process.poll() is not None or len(answered.read_text().splitlines()) >= kill_after)  # noqa: B023
-        if kill_after < 99:
-            process.kill()
-        assert process.wait() == (0 if kill_after == 99 else -signal.SIGKILL), said.read_text()
-    lines = answered.read_text().splitlines()
-    for name in ("writer", "judge"):
-        requests = [line for line in lines if line.startswith(name)]
-        assert len(requests) <= 8 + 2, "at most what was in flight at a kill is asked for again"
-    written = (here / "output/00000_00000.jsonl").read_text().splitlines()
-    results = [json.loads(line)["metadata"]["rollout_results"] for line in written]
-    assert len(results) == 8
-    assert all(written and judged for ((written, judged),) in results)
-    assert said.read_text().count("server ready on") == 6

@@ -13,7 +13,6 @@ What this does not see: a callback that waits for a lock of ours which nobody wh
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.files import Disk
 from datatrove_ckpt.testing import FakeServer
-from tests.bench.loop_watch import watched
 from tests.bench.measure import Result, mock_server, run_once
 from tests.bench.systems import Run
 from tests.bench.workload import make_input
@@ -87,29 +85,6 @@ def test_no_disk_no_writer_and_no_reader_runs_in_the_event_loops_thread(
     assert not disk.in_a_loop
     assert disk.effects >= {"create", "write", "sync", "rename", "remove", "commit", "append"}  # it did watch
     assert len(list((tmp_path / "output").glob("*.gz"))) == 10
-
-
-@pytest.mark.slow
-def test_the_watch_tells_computing_from_waiting_for_the_lock_and_from_sleeping() -> None:
-    seen: dict[str, Any] = {}
-
-    def hold_the_lock() -> None:
-        sum(range(10_000_000))  # one call, so nobody can take the lock away
-
-    async def loop(spin: bool, thread: Callable[[], None] | None) -> None:
-        if spin:
-            sum(range(10_000_000))
-        if thread is not None:
-            waiting = asyncio.get_running_loop().run_in_executor(None, thread)
-            while not waiting.done():
-                time.sleep(0)  # noqa: ASYNC251 (lets the thread take the lock)
-                await asyncio.sleep(0)
-
-    results = []
-    for spin, thread in ((True, None), (False, hold_the_lock), (False, lambda: time.sleep(0.1))):
-        watched(partial(asyncio.run, loop(spin, thread)), seen)()
-        results.append((seen["loop"]["cpu_ms"] > LIMIT_MS, seen["loop"]["gil_ms"] > LIMIT_MS))
-    assert results == [(True, False), (False, True), (False, False)]
 
 
 @pytest.fixture(scope="module")

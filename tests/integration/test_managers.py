@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
-from datatrove_ckpt.process import preemption
-from datatrove_ckpt.process.shutdown import SAME_EVENT
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_kills import IN_FLIGHT, QUESTIONS, Job
@@ -115,7 +113,6 @@ class Script:
         (signal.SIGINT, -signal.SIGINT, "alone"),
         (signal.SIGUSR1, 128 + signal.SIGUSR1, "alone"),
         (signal.SIGHUP, 128 + signal.SIGHUP, "alone"),
-        (signal.SIGTERM, 128 + signal.SIGTERM, "with all"),  # the manager waits for the end of the script
         (signal.SIGTERM, -signal.SIGTERM, "with a thread that Python would wait for"),
     ],
     ids=lambda value: getattr(value, "name", value),
@@ -126,19 +123,10 @@ def test_a_script_in_a_pipe_ends_with_its_manager(
     with FakeServer(hold_after=0) as server:
         script = Script(tmp_path, server, options=("a thread",) if "thread" in signalled else ())
         assert len(descendants(script.popen.pid)) == 1, "the manager"
-        (os.killpg if signalled == "with all" else os.kill)(script.popen.pid, number)
+        os.kill(script.popen.pid, number)
         assert script.ends_with_all() == code
     assert ("Traceback" in script.output) == (number == signal.SIGINT)
     assert "done" not in script.output
-
-
-@pytest.mark.slow
-def test_a_run_that_is_done_ends_with_its_manager(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server)
-        server.release()
-        assert script.ends_with_all() == 0
-    assert script.output.endswith("done\n")
 
 
 @pytest.mark.slow
@@ -156,96 +144,6 @@ def test_nohup_keeps_its_effect(tmp_path: Path) -> None:
 
 
 # pools ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("number", "method"),
-    [(signal.SIGTERM, "fork"), (signal.SIGINT, "forkserver"), (signal.SIGHUP, "spawn")],
-    ids=lambda value: str(getattr(value, "name", value)),
-)
-def test_a_worker_that_is_signalled_alone_drains_and_its_pool_gets_an_error(
-    tmp_path: Path, number: signal.Signals, method: str
-) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, 2, 0.2, method)
-        os.kill(script.worker(1), number)
-        assert script.ends_with_all(300) == 1
-    assert f"ENDS WITH Preempted Stopped by {number.name}." in script.output
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("number", "method", "whole_group"),
-    [
-        (signal.SIGINT, "fork", True),  # each worker gets SIGINT, and then the SIGTERM that ends its pool
-        (signal.SIGTERM, "forkserver", False),
-        (signal.SIGTERM, "forkserver", True),  # the fork server ends, and so datatrove takes its workers for ended
-        (signal.SIGHUP, "spawn", False),
-        (signal.SIGTERM, "fork", True),
-        (signal.SIGUSR1, "fork", False),
-    ],
-    ids=lambda value: str(getattr(value, "name", value)),
-)
-def test_a_signal_ends_a_pool_whose_ranks_drain_and_what_they_got_is_kept(
-    tmp_path: Path, number: signal.Signals, method: str, whole_group: bool
-) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, 2, 120, method)
-        ranks = [os.pidfd_open(script.worker(rank)) for rank in range(2)]
-        (os.killpg if whole_group else os.kill)(script.popen.pid, number)
-        logs = [tmp_path / "logs" / "logs" / f"task_{rank:05d}.log" for rank in range(2)]
-        until(lambda: all("requests in flight have" in log.read_text() for log in logs))
-        if whole_group and method == "forkserver":
-            script.popen.wait(300)
-        server.release()
-        assert script.ends_with_all(300) == (-number if number == signal.SIGINT else 128 + number)
-        for rank in ranks:
-            assert Patience(30).ends(rank)
-            os.close(rank)
-        asked = dict(server.asked)
-        assert len(asked) == 6
-        assert subprocess.run(script.popen.args, cwd=tmp_path, capture_output=True, check=False).returncode == 0
-        assert server.asked == asked, "an answer was requested again"
-    assert sorted(outputs(tmp_path / "output")) == ["00000_00000.jsonl", "00001_00000.jsonl"]
-
-
-@pytest.mark.slow
-def test_a_second_signal_ends_a_program_with_a_pool_at_once(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, 2, 3600, "fork")
-        script.popen.terminate()
-        log = tmp_path / "logs" / "logs" / "task_00000.log"
-        until(lambda: "requests in flight have" in log.read_text())
-        time.sleep(SAME_EVENT)  # an earlier one is taken for the same event
-        script.popen.terminate()
-        # Its pool takes no errors any more, so a worker ends after the 5 s that it has to hand one in.
-        assert script.ends_with_all(15, preemption._HAND_IN_FAST_SECONDS + 5) == 128 + signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_a_program_that_waits_for_a_lock_which_a_killed_worker_held_ends_on_a_signal(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, 2, 0.1, "fork", ("an idle worker",))
-        idle = {one.pid for one in descendants(script.popen.pid)} - {script.worker(0), script.worker(1)}
-        assert len(idle) == 2, "and the manager"
-        for pid in idle:  # the manager ignores it once
-            os.kill(pid, signal.SIGTERM)
-        script.popen.terminate()
-        assert script.ends_with_all(60) == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_program_without_a_pool_ends_of_a_signal_as_any_other(number: signal.Signals) -> None:
-    program = f"""
-import os, signal
-from datatrove_ckpt.process.pool_signals import drain_pools, usual_handler
-drain_pools([signal.{number.name}])
-handler = signal.getsignal(signal.{number.name})
-assert usual_handler(handler) is signal.SIG_DFL is not handler
-os.kill(os.getpid(), signal.{number.name})
-"""
-    assert processes.run([sys.executable, "-c", program]).returncode == -number
 
 
 AFTER_OURS = """
@@ -287,19 +185,30 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_their_ranks_free(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "whole_group"),
+    [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGINT, True)],
+    ids=["SIGKILL", "SIGTERM", "Ctrl-C"],
+)
+def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_finds_their_ranks_free(
+    tmp_path: Path, number: signal.Signals, whole_group: bool
+) -> None:
     with FakeServer(hold_after=30) as server:
         job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
         process = job.start()
         until(lambda: server.asked.total() >= 30 + 2 * IN_FLIGHT)
         until_kept(tmp_path / "killed/checkpoints", 30)
         handles = workers(process)
-        os.kill(process.pid, signal.SIGKILL)
+        (os.killpg if whole_group else os.kill)(process.pid, number)
         for worker in handles:
             assert Patience(10).ends(worker), "a worker outlived its parent"
             os.close(worker)
-        os.killpg(process.pid, signal.SIGKILL)  # a process of datatrove's without a rank may still run
+        assert process.wait(300) == -number
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a process of datatrove's without a rank may still run
         job.finish(process)
+        log = tmp_path / "killed/logs/logs/task_00000.log"
+        assert "With datatrove_ckpt.LocalPipelineExecutor, ranks drain." in log.read_text()
         server.release()
         assert job.finish(job.start()) == 0, job.log
         assert sum(server.asked.values()) - 2 * QUESTIONS <= 2 * IN_FLIGHT
@@ -307,56 +216,3 @@ def test_pool_workers_end_with_a_parent_that_is_killed_and_the_next_run_finds_th
         undisturbed = Job(tmp_path / "undisturbed", server.url, "plain", tasks=2)
         assert undisturbed.finish(undisturbed.start()) == 0, undisturbed.log
     assert outputs(tmp_path / "killed/output") == outputs(tmp_path / "undisturbed/output")
-
-
-# As in Ray's actors, whose pools are forked, with Ray's handler in them.
-FORKED = """
-import multiprocess, os, signal, sys, time
-from pathlib import Path
-from datatrove.data import Document
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove.pipeline.writers import JsonlWriter
-
-async def rollout(document, generate):
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
-
-def work(rank):
-    try:
-        infer(rank)
-    finally:
-        while not Path("may_end").exists():
-            time.sleep(0.001)
-
-def infer(rank):
-    Path("worker").write_text(str(os.getpid()))
-    config = InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1])
-    writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl")
-    InferenceRunner(rollout, config, writer, checkpoints_local_dir="checkpoints", drain_seconds=0.1).run(
-        [Document(text="text", id="id")], rank
-    )
-
-def handle():
-    # Not inherited: in the hooks of a fork, Python ignores what a handler raises, and the pool waits for ever.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
-
-with multiprocess.get_context("fork").Pool(1, handle) as pool:
-    pool.map(work, [0])
-"""
-
-
-@pytest.mark.slow
-def test_a_worker_whose_handler_exits_leaves_its_parent_an_error_to_go_on_with(tmp_path: Path) -> None:
-    with FakeServer(hold_after=0) as server:
-        process = subprocess.Popen(
-            [sys.executable, "-c", FORKED, server.url], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-        )
-        until(lambda: server.asked.total() >= 1)
-        worker = os.pidfd_open(int((tmp_path / "worker").read_text()))
-        signal.pidfd_send_signal(worker, signal.SIGTERM)
-        assert not select.select([worker], [], [], 1.5)[0], "it ended before it had sent its error"
-        (tmp_path / "may_end").touch()
-        assert select.select([worker], [], [], 300)[0]
-        os.close(worker)
-        _, error = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert "Preempted: Stopped by SIGTERM" in error

@@ -31,10 +31,6 @@ def refused(job: Path, command: Command, *arguments: str, code: int = 1) -> str:
     return said.error
 
 
-def test_a_missing_input_folder_is_named(job: Path, command: Command) -> None:
-    assert "pipeline[0] JsonlReader: data_folder" in refused(job, command, "--pipeline.0.data_folder=nowhere", code=2)
-
-
 def test_a_full_disk_below_the_logs_is_named(job: Path, command: Command) -> None:
     (job / "logs").mkdir()
     (job / "logs" / "executor.json").symlink_to("/dev/full")

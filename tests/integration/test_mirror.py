@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import pickle
-import random
 import re
 import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +19,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING
-from datatrove_ckpt.checkpoint.layout import COMMITS, RUN
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
@@ -40,18 +36,17 @@ from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
-from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.sealing import Seal
-from datatrove_ckpt.mirror.uploads import KEPT_VERSIONS
 from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, ids, rejects, runner
-from tests.mirrors import ONE_BY_ONE, PASSES, Job, Killed, answered, ask_twice, read_rows, refuse_the_second, up_to
+from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, ask_twice, read_rows, refuse_the_second, up_to
 from tests.patience import ChangePolicy, until
+from tests.rank_folders import place_at
 
 
 @pytest.fixture
@@ -173,15 +168,6 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
         job.run(server)
 
 
-@pytest.mark.slow
-def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(tmp_path: Path) -> None:
-    killed = Killed(tmp_path, str(tmp_path / "remote"), delay=0.02, kills=4)
-    with FakeServer(delay=killed.delay) as server:
-        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(killed.documents))
-        killed.run_to_the_end(server, random.Random(0))
-    assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
-
-
 # several ranks of one folder ---------------------------------------------------------------------------------------
 
 
@@ -201,17 +187,14 @@ def mirrored(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [RUN, COMMITS])
-def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path: Path, name: str) -> None:
-    with FakeServer(status=rejects(["text 3", "text 8"], 403)) as server:
+def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path: Path) -> None:
+    with FakeServer() as server:
         job = executor(tmp_path, server, **mirrored(tmp_path))
-        for rank in (0, 1):
-            with suppress(CkptError):
-                job._run_for_rank(rank)
-        path = tmp_path / "checkpoints/00001" / name
+        job._run_for_rank(1)
+        path = tmp_path / "checkpoints/00001/run.json"
         path.write_bytes(b"x\n" + path.read_bytes())
         with pytest.raises(CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "):
-            check_before_run(executor(tmp_path, server, **mirrored(tmp_path)))
+            check_before_run(job)
 
 
 @pytest.mark.slow
@@ -235,7 +218,7 @@ def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path:
         executor(tmp_path, server, **mirrored(tmp_path)).run()
     assert {question: server.asked[question] for question in asked} == asked
     assert sorted(ids(tmp_path)) == sorted(document.id for document in documents(15))
-    assert [*verify(tmp_path / "checkpoints", None, True, "checkpoints").problems] == []
+    assert [*verify(place_at(tmp_path / "checkpoints"), full=True).problems] == []
 
 
 # damage ------------------------------------------------------------------------------------------------------------
@@ -640,30 +623,6 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
     assert any("did not end within 0.1 s" in line for line in log)
 
 
-@pytest.mark.slow
-def test_only_what_is_new_is_sent_and_three_versions_are_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    put: list[tuple[str, int]] = []
-
-    class Counting(object_store.Effects):
-        def put(self, fs: Any, path: str, data: bytes) -> None:
-            put.append((path.rpartition("/")[2], len(data)))
-            super().put(fs, path, data)
-
-    monkeypatch.setattr(object_store, "effects", Counting())
-    with FakeServer(delay=lambda payload, times: 0.02) as server:
-        job.run(server, 40, mirror_seconds=0, records_per_chunk=20)
-    kept = manifests(job)
-    assert len(kept) == KEPT_VERSIONS
-    journals = sum(size for name, size in put if not name.startswith("generation"))
-    written = sum(len(content) for content in outputs(job.folder / "output").values())
-    assert len([name for name, _ in put if name.startswith("generation")]) > 10
-    # About 4 times; how many versions there are decides of the last tenth. All of it in each version: some 160 times.
-    assert journals < 8 * written, "journals, answers and commits, once each"
-    needed = {name for path in kept for name in re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())}
-    for folder in ("objects", "copies"):
-        assert {path.name for path in (job.folder / "remote" / "00000" / folder).iterdir()} == needed
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -677,30 +636,6 @@ def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any],
 
 
 # mirror_seconds: auto -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_auto_mirrors_a_slow_remote_as_seldom_as_its_share_says(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirrors: list[RemoteMirror] = []
-    begin, put = RemoteMirror.start, object_store.Effects.put
-
-    def start(self: RemoteMirror, source: Any) -> None:
-        mirrors.append(self)
-        begin(self, source)
-
-    def slow(self: object_store.Effects, *args: Any) -> Any:
-        time.sleep(0.2)
-        return put(self, *args)
-
-    monkeypatch.setattr(RemoteMirror, "start", start)
-    monkeypatch.setattr(object_store.Effects, "put", slow)
-    step = runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "remote"), mirror_seconds="auto")
-    step.run(iter(documents(6)))
-    # The last mirroring puts a part of a file and a manifest at least: 0.4 s, which is 5 % of 8.
-    assert mirrors[0]._interval.seconds != MIRROR_TUNING.first
-    assert mirrors[0]._interval.seconds > MIRROR_TUNING.shortest
 
 
 # what a mirror may say, and who may have written it ------------------------------------------------------------------
@@ -811,7 +746,7 @@ def test_a_node_without_the_key_does_not_continue_a_sealed_mirror(
     assert not server.asked
 
 
-def test_a_seal_holds_for_one_content_one_version_and_one_rank(job: Job, key: str, ram: Path) -> None:
+def test_a_seal_holds_for_one_content_one_version_and_one_rank(job: Job, key: str) -> None:
     job.run_until("text 4 again")
     newest = manifests(job)[-1]
     content = newest.read_bytes()
@@ -859,9 +794,7 @@ def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(job: 
         store.read_object(forged)
 
 
-def test_a_mirror_from_before_the_key_is_restored_without_it(
-    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_a_mirror_from_before_the_key_is_restored_without_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.run_until("text 2")
     unsealed = manifests(job)[-1]
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)

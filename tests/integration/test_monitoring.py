@@ -137,18 +137,6 @@ def test_a_missing_package_is_said_before_anything_starts(
     assert not server.payloads
 
 
-@pytest.mark.slow
-def test_doctor_finds_a_missing_package(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    write_files(tmp_path, server.url, "127.0.0.1", monkeypatch)
-    printed = command("doctor", "job.yaml", "--all", code=None).out
-    assert "ok       monitoring, ready: everything that it needs is installed here." in printed
-    monkeypatch.setattr("datatrove_ckpt.common.formatting.find_spec", lambda name: None)
-    printed = command("doctor", "job.yaml", code=1).out
-    assert "problem  monitoring, checked: monitoring.metrics_port: " in printed
-
-
 # jobs that are tracked -----------------------------------------------------------------------------------------------
 
 STAND_IN = """

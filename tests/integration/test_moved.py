@@ -25,6 +25,7 @@ from tests.crash_points import CopyingDisk
 from tests.hub import FakeHub
 from tests.kept import content_of, edit
 from tests.make_release import TEXTS, run
+from tests.rank_folders import place_at
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 from .test_releases import NAMES, NEWEST, kept, restored
@@ -53,7 +54,7 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_pa
         run(new, server.url, rank)
     assert server.asked == {**REST, **{f"Rewrite: {text}": 2 for text in TEXTS[2]}}
     assert outputs(tmp_path / "old") == before
-    report = verify(new / "checkpoints", full=True)
+    report = verify(place_at(new / "checkpoints"), full=True)
     assert (report.output, report.problems, report.unfinished) == (f"{new}/output", [], [])
 
 
@@ -65,10 +66,10 @@ def test_output_alone_is_moved_and_moved_back(name: str, tmp_path: Path, server:
     run(folder, server.url, 1, output=str(elsewhere))
     assert server.asked == REST
     assert recorded(folder) == str(elsewhere)
-    assert verify(folder / "checkpoints", full=True).output == str(elsewhere)
+    assert verify(place_at(folder / "checkpoints"), full=True).output == str(elsewhere)
     elsewhere.rename(folder / "output")
     run(folder, server.url, 2)
-    report = verify(folder / "checkpoints", full=True)
+    report = verify(place_at(folder / "checkpoints"), full=True)
     assert (report.output, report.problems, report.unfinished) == (f"{folder}/output", [], [])
 
 
@@ -126,7 +127,7 @@ def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_go
         assert len(disk.points) >= 9
         for _, crash in itertools.islice(disk.left(), 0, None, 3):
             run(folder, server.url, 1)
-            report = verify(folder / "checkpoints", full=True)
+            report = verify(place_at(folder / "checkpoints"), full=True)
             assert (report.output, report.problems) == (f"{folder}/output", []), crash
             assert outputs(folder / "output") == expected
 

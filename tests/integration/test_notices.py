@@ -184,9 +184,8 @@ def test_a_notice_needs_sigterm_among_the_signals_that_drain(tmp_path: Path, ser
 # a rank --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_a_rank_drains_says_why_and_resumes_without_the_setting(
-    tmp_path: Path, metadata: tuple[Metadata, str], log: list[str], in_thread: bool
+def test_a_rank_in_a_thread_drains_says_why_and_resumes_without_the_setting(
+    tmp_path: Path, metadata: tuple[Metadata, str], log: list[str]
 ) -> None:
     served, _ = metadata
     served.notice = "FALSE"
@@ -201,31 +200,18 @@ def test_a_rank_drains_says_why_and_resumes_without_the_setting(
     with FakeServer(hold_after=2) as server:
         settings = {"max_concurrent_generations": 4}
         step = runner(tmp_path, server, plain, config=settings, preemption_notice={"cloud": "gcp"})
-
-        def tell() -> None:
-            until(lambda: len(server.payloads) >= 6)
-            served.notice = "TRUE"
-            until(lambda: any("requests in flight have" in line for line in log))
-            server.release()
-
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
-        if in_thread:
-            rank = threading.Thread(target=run)
-            rank.start()
-            rank.join()
-        else:  # the default action would end this process, whose threads are pytest's
-            before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-            try:
-                run()
-            finally:
-                signal.signal(signal.SIGTERM, before)
-        teller.join()
+        rank = threading.Thread(target=run)
+        rank.start()
+        until(lambda: len(server.payloads) >= 6)
+        served.notice = "TRUE"
+        until(lambda: any("requests in flight have" in line for line in log))
+        server.release()
+        rank.join()
         assert len(server.payloads) == 6
         reason = "a preemption notice (cloud gcp: preempted)"
         assert any(f"Rank 0: interrupted by {reason}, saved: 6 documents" in line for line in log)
-        assert str(ended[0]) == (f"Stopped by {reason}. Run the same command again to resume." if in_thread else "143")
-        assert isinstance(ended[0], Preempted if in_thread else SystemExit)
+        assert isinstance(ended[0], Preempted)
+        assert str(ended[0]) == f"Stopped by {reason}. Run the same command again to resume."
         runner(tmp_path, server, plain, config=settings).run(documents(20))  # no part of the identity
         assert set(server.asked.values()) == {1}
 
@@ -269,7 +255,6 @@ if __name__ == "__main__":
     [
         ("ours", 1),
         ("ours", 2),
-        ("datatroves", 2),
         ("datatroves", 1),
     ],
 )

@@ -15,7 +15,7 @@ import orjson
 import pytest
 from datatrove.data import Document
 from datatrove.io import get_datafolder
-from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
@@ -104,54 +104,6 @@ def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_ad
     command("verify", "checkpoints", "--full")
 
 
-def test_an_interrupted_run_whose_files_are_gone_says_so_before_it_asks_anything(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    async def fail_late(document: Document, generate: Any) -> Any:
-        if document.id == "id 5":
-            await until_async(lambda: len(list((tmp_path / "output").glob("*.jsonl"))) >= 2)
-            raise RuntimeError("not yet")
-        return await ask(document, generate)
-
-    with pytest.raises(CkptError, match="not yet"):
-        runner(tmp_path, server, fail_late).run(documents(6))
-    (tmp_path / "output" / "00000_chunk_00000.jsonl").unlink()
-    asked = server.asked.total()
-    with pytest.raises(OutputMismatch) as failed:
-        runner(tmp_path, server, fail_late, accept_changes=True).run(documents(6))
-    assert server.asked.total() == asked
-    assert "00000_chunk_00000.jsonl is missing" in str(failed.value)
-    assert "--logging-dir" not in str(failed.value), "no marker was written"
-    assert main(["repair", str(tmp_path / "checkpoints")]) == 0
-    runner(tmp_path, server, ask, accept_changes=True).run(documents(6))
-    assert len(outputs(tmp_path / "output")) == 3
-
-
-@pytest.mark.slow
-def test_files_that_a_retry_wrote_are_looked_for_and_can_be_made_again(
-    job: Path, command: Command, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with FakeServer(status=lambda payload, times: 400 if "xxx" in str(payload) else None) as picky:
-        (job / "job.yaml").write_text(JOB.replace("URL", picky.url) + "          skip_bad_requests: true\n")
-        command("run", "job.yaml")
-    (job / "job.yaml").write_text(JOB.replace("URL", server.url) + "          skip_bad_requests: true\n")
-    assert command("run", "job.yaml", "--retry-dead-letters").startswith("10 of 10 documents are in ")
-    (job / "output" / "00001_retry1_00000.jsonl").unlink()
-    said = command("run", "job.yaml", code=1).error
-    assert "00001_retry1_00000.jsonl is missing" in said
-    advice = ", then run the same command again, with --retry-dead-letters. "
-    assert advice in said
-    assert advice in command("run", "job.yaml", "--retry-dead-letters", code=1).error
-    follow_advice(said, command)
-    (job / "output" / "00001_retry1_00000.jsonl").unlink()
-    (job / "output" / "00000_00000.jsonl").unlink()
-    said = command("run", "job.yaml", code=1).error
-    assert ", then run the same command again, and with --retry-dead-letters when it is done. " in said
-    follow_advice(said, command)
-    assert command("run", "job.yaml", "--retry-dead-letters").startswith("10 of 10 documents are in ")
-    command("verify", "checkpoints", "--full")
-
-
 # during a run --------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +151,7 @@ def test_a_folder_that_cannot_be_asked_after_may_still_be_there() -> None:
 def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(
     job: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = make_executor(str(job / "job.yaml"), [])
+    _, executor = make_executor(str(job / "job.yaml"), [])
     look = before_run._look
 
     def starts_meanwhile(*arguments: Any) -> Any:
@@ -280,19 +232,6 @@ def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path: Path
     for _ in range(2):
         runner(tmp_path, server).run(documents(3), 0, 2)
     assert set(others) < set(outputs(tmp_path / "output"))
-
-
-@pytest.mark.slow
-def test_a_file_that_two_ranks_wrote_is_refused(job: Path, command: Command) -> None:
-    """Ranks that run at the same time: fields of documents can run into the numbers of a name."""
-    command("run", "job.yaml")
-    logs = [job / "checkpoints" / f"{rank:05d}" / "commits.jsonl" for rank in range(2)]
-    commits = [[orjson.loads(line.body) for line in read_lines(log)] for log in logs]
-    commits[1][0]["files"] = commits[0][0]["files"]
-    logs[1].write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits[1]))
-    (job / "output" / "00000_00000.jsonl").unlink()
-    said = command("run", "job.yaml", code=1).error
-    assert "00000_00000.jsonl was written by rank 0, chunk 0 and by rank 1, chunk 0. One overwrote" in said
 
 
 # folders that must differ --------------------------------------------------------------------------------------------
@@ -378,58 +317,7 @@ def test_remote_files_are_listed_once_by_prefix(tmp_path: Path, server: FakeServ
     assert "00003_00001.jsonl is missing; 00003_00002.jsonl is truncated: it has 7 bytes" in str(failed.value)
 
 
-@pytest.mark.slow
-def test_remote_files_of_another_run_are_refused(tmp_path: Path, server: FakeServer, remote: type[ByPrefix]) -> None:
-    output = ParquetWriter("byprefix://out", "${rank}_${chunk_index}.parquet")
-    remote().pipe_file("/out/000_00003_00000.parquet", b"of another run")
-    with pytest.raises(OutputMismatch, match=r"000_00003_00000\.parquet"):
-        runner(tmp_path, server, output_writer=output).run(documents(2), 3, 4)
-    runner(tmp_path, server, output_writer=output).run(documents(2), 2, 4)
-    assert remote.listed[-1] == ("/out", "000_00002_")
-
-
 # another output folder -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_repair_never_removes_files_of_another_job(job: Path, command: Command) -> None:
-    yaml = (job / "job.yaml").read_text()
-    for name in ("other", "own"):  # the same names, other contents
-        changed = yaml.replace("folder: output", f"folder: output-{name}").replace("Say {", f"{name} {{")
-        changed = changed.replace("dir: checkpoints", f"dir: checkpoints-{name}").replace("dir: logs", f"dir: {name}")
-        (job / f"{name}.yaml").write_text(changed)
-        command("run", f"{name}.yaml")
-    before = outputs(job / "output-other")
-    for options in (["--full"], ["--full", "--dry-run"]):
-        said = command("repair", "checkpoints-own", "--output", str(job / "output-other"), *options, code=2).error
-        assert f"{job}/output-other belongs to another run" in said
-        assert "Nothing was changed." in said
-        shutil.rmtree(job / "output-own", ignore_errors=True)
-    assert outputs(job / "output-other") == before
-
-
-@pytest.mark.slow
-def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, command: Command) -> None:
-    command("run", "job.yaml")
-    yaml = (job / "job.yaml").read_text().replace("output_folder: output", "output_folder: new")
-    (job / "job.yaml").write_text(yaml)
-    said = command("run", "job.yaml", "--retry-dead-letters", code=1).error
-    assert f"They were written to {job}/output, and that folder still exists" in said
-    assert "Set output_folder back to it; or copy all its files" in said
-    assert "repair" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["00000_00009.jsonl", "00007_00000.jsonl"])
-def test_run_and_verify_advise_the_same_about_a_file_of_no_commit(job: Path, command: Command, name: str) -> None:
-    command("run", "job.yaml")
-    (job / "output" / name).write_bytes(b"{}\n")
-    for words in (["run", "job.yaml"], ["verify", "checkpoints"]):
-        said = command(*words, code=1)
-        assert name in said
-        assert "Its documents may be in the output twice. Move it out of the output folder, or delete it" in said
-    (job / "output" / name).rename(job / name)
-    command("run", "job.yaml")
 
 
 # the closing line ----------------------------------------------------------------------------------------------------

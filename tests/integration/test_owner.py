@@ -255,7 +255,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     job(tmp_path, "b", other, place).run(documents(5))
     command("verify", tmp_path / "b" / "checkpoints", "--full")
     place.forget_owner()  # and even so
-    with pytest.raises(OutputMismatch, match=r"no commit of rank 0 names|with other content"):
+    with pytest.raises(OutputMismatch, match=r"no commit of rank 0 names|has other content"):
         job(tmp_path, "a", one, place).run(documents(5))
     assert place.files() == written
     place.bring_back()
@@ -390,7 +390,7 @@ def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
         raise error
 
     monkeypatch.setattr(files.Disk, "link", later)
-    with pytest.raises(OutputMismatch, match="with other content"):
+    with pytest.raises(OutputMismatch, match="has other content"):
         job(tmp_path, "a", servers[0], place).run(documents(2))
     assert place.files() == {"00000_00000.jsonl": b"another job's"}
 

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
 from tests.bench.barrier import measure
-from tests.histories import Attempt, read_history
+from tests.histories import read_history
 from tests.integration.test_supervision import asked, engines
 from tests.integration.test_warm_servers import SCRIPT
 from tests.patience import ChangePolicy, until, until_async
@@ -363,12 +362,6 @@ async def fails_after_a_request(document: Document, generate: Any) -> Any:
     return await cannot_do_bad_ones(document, generate)
 
 
-async def fails_once_all_have_asked(document: Document, generate: Any) -> Any:
-    while document.text == "bad" and len(asked()) < 5:
-        await asyncio.sleep(0.01)
-    return await cannot_do_bad_ones(document, generate)
-
-
 left_behind: list[asyncio.Task[Any]] = []
 asked_late: list[bool] = []
 
@@ -530,23 +523,6 @@ rank.restore_from_mirror = restore
 # Several workers ------------------------------------------------------------------------------------------------------
 
 
-def test_each_of_two_workers_overlaps_its_tasks_over_a_server_of_its_own() -> None:
-    ranks = [f"wait {rank},{rank}" for rank in range(6)]
-    with gate_opens(asked_all(*(f"wait {rank}" for rank in range(6)))):
-        stats = executor(*ranks, workers=2).run()
-    assert stats is not None
-    assert stats.stats[1].stats["documents_processed"].total == 12
-    assert len(engines()) == 2
-    assert set(asked().values()) == {1}
-    starts = [read_history(path).attempts[0].start for path in Path("job/checkpoints").glob("*/history.jsonl")]
-    assert sorted(Counter(start.slot for start in starts if start).items()) == [(0, 3), (1, 3)]
-    assert executor(*ranks, workers=2).run() is None
-    overlapping = outputs(Path("job/output"))
-    Path("job").rename("overlapping")
-    executor(*ranks, workers=2, at_once=1).run()
-    assert outputs(Path("job/output")) == overlapping
-
-
 def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room() -> None:
     """The first task fills all places of its server until the others are done."""
     full = ",".join(f"wait {n}" for n in range(8))
@@ -584,98 +560,3 @@ def test_a_task_that_kills_its_worker_is_given_up_and_its_neighbours_complete() 
     assert attempts[2] == 3
     assert sorted(attempts) == [1, 1, 1, 2, 2, 3]
     assert [asked()[f"wait {rank}"] for rank in (0, 1, 3, 4, 5)] == attempts[:2] + attempts[3:]
-
-
-def finished() -> set[str]:
-    """The ids of documents that are on the disk."""
-    found = set()
-    for path in [*Path("output").glob("*.jsonl"), *Path("checkpoints").glob("*/chunk_*.jsonl")]:
-        found |= set(re.findall(r'"id": ?"(\d-\d)"', path.read_text()))
-    return found
-
-
-def newest_attempts() -> dict[int, Attempt]:
-    """By ranks."""
-    paths = sorted(Path("checkpoints").glob("*/history.jsonl"))
-    return {int(path.parent.name): read_history(path).attempts[-1] for path in paths}
-
-
-def pids() -> dict[int, int]:
-    """The process of each rank's newest attempt."""
-    return {rank: attempt.start.pid for rank, attempt in newest_attempts().items() if attempt.start}
-
-
-def test_the_tasks_of_a_killed_worker_are_done_alone_and_only_what_was_in_flight_is_asked_again() -> None:
-    with FakeServer(hold_after=4) as server, job(server, workers=2) as process:
-        until(lambda: len(server.payloads) == 30 and len(finished()) == 4)
-        before, answered = pids(), finished()
-        ranks = [rank for rank, pid in before.items() if pid == before[0]]
-        assert len(ranks) == 3
-        os.kill(before[0], signal.SIGKILL)
-        lost = {f"text {rank} {n}" for rank in ranks for n in range(5) if f"{rank}-{n}" not in answered}
-        until(lambda: len(server.payloads) > 30)
-        server.release()
-        assert ends_well(process)
-        assert {text for text, times in server.asked.items() if times == 2} == lost
-        assert max(server.asked.values()) == 2
-    after = newest_attempts()
-    assert [rank for rank, pid in pids().items() if pid != before[rank]] == ranks
-    for one, other in combinations(ranks, 2):
-        is_before = after[one].last_at <= after[other].first_at
-        is_after = after[other].last_at <= after[one].first_at
-        assert is_before or is_after or pids()[one] != pids()[other]
-    for name in ("output", "checkpoints", "logs"):
-        Path(name).rename(f"interrupted {name}")
-    with FakeServer() as server, job(server, workers=2, at_once=1) as process:
-        assert ends_well(process)
-    assert outputs(Path("output")) == outputs(Path("interrupted output"))
-
-
-def test_a_signal_drains_all_tasks_of_all_workers() -> None:
-    with FakeServer(hold_after=4) as server:
-        with job(server, workers=2) as process:
-            until(lambda: len(server.payloads) == 30)
-            os.kill(process.pid, signal.SIGTERM)
-            logs = [Path(f"logs/logs/task_{rank:05d}.log") for rank in range(6)]
-            until(lambda: all(b"SIGTERM" in log.read_bytes() for log in logs))
-            server.release()
-            assert process.wait(60) == 128 + signal.SIGTERM
-        assert set(server.asked.values()) == {1}
-        assert len(finished()) == 30
-        assert not [*Path("logs/completions").glob("*")]
-        with job(server, workers=2) as process:
-            assert ends_well(process)
-        assert set(server.asked.values()) == {1}
-    assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(6) for n in range(5))
-
-
-def test_a_signal_to_one_worker_drains_its_tasks_and_they_go_on_in_another() -> None:
-    with FakeServer(hold_after=4) as server, job(server, workers=2) as process:
-        until(lambda: len(server.payloads) == 30)
-        before = pids()
-        os.kill(before[0], signal.SIGTERM)
-        drained = [rank for rank, pid in before.items() if pid == before[0]]
-        logs = [Path(f"logs/logs/task_{rank:05d}.log") for rank in drained]
-        until(lambda: all(b"SIGTERM" in log.read_bytes() for log in logs))
-        server.release()
-        assert ends_well(process)
-        assert set(server.asked.values()) == {1}
-    assert [rank for rank, pid in pids().items() if pid != before[rank]] == drained
-    assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(6) for n in range(5))
-
-
-def test_the_failure_of_a_rank_drains_those_of_its_worker_and_of_the_others() -> None:
-    ranks = ("wait 0", "wait 1", "wait 2", "wait 3", "bad", "wait 5")
-    logs = [Path(f"job/logs/logs/task_{rank:05d}.log") for rank in (0, 1, 2, 3, 5)]
-
-    def all_stop() -> bool:
-        texts = [log.read_text() for log in logs if log.exists()]
-        return len(texts) == 5 and all("the failure of another rank" in text or "SIGTERM" in text for text in texts)
-
-    with gate_opens(all_stop), pytest.raises(DocumentFailed, match="4-0"):
-        executor(*ranks, workers=2, rollout=fails_once_all_have_asked).run()
-    assert sum("the failure of another rank" in log.read_text() for log in logs) == 2
-    Path("mended").touch()
-    executor(*ranks, workers=2, rollout=fails_once_all_have_asked).run()
-    assert set(asked().values()) == {1}
-    assert jobs.ids(Path("job")) == [f"{rank}-0" for rank in range(6)]

@@ -21,7 +21,7 @@ from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollou
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.integration.test_examples import write_documents
-from tests.integration.test_typed_ways import DIMENSIONS, PATHS, vector_of
+from tests.integration.test_typed_ways import DIMENSIONS, PATHS, all_ways, vector_of
 from tests.jobs import Budget, config, documents, ids, letters, rows, runner
 from tests.pages import ROOT, blocks
 
@@ -34,6 +34,7 @@ ROLLOUTS = [
     (JudgeRollout(judge_prompt="Rate {text}", score_pattern="[0-9]+"), 1),
     (ChunkedRollout("Q {text}", max_chars_per_part=4, carry="conversation"), 2),
     (JudgeRollout("Sum up {text}", judge_prompt="Rate {answer}", score_pattern="[0-9]+"), 2),
+    (all_ways, 6),
 ]
 
 
@@ -58,13 +59,13 @@ class Refusing(Budget):
         return status
 
 
-def in_pieces(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> int:
+def in_pieces(folder: Path, server: FakeServer, rollout: Any, number: int = 3, **changes: Any) -> int:
     """Runs the job, which ends after each answer, until it is done. Returns the number of refused requests."""
     server._status = budget = Refusing()
     for _ in range(99):
         budget.left = 1
         try:
-            runner(folder, server, rollout, **changes).run(documents(3))
+            runner(folder, server, rollout, **changes).run(documents(number))
         except CkptError:
             continue
         return budget.refused

@@ -26,6 +26,7 @@ from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
 from tests.kept import content_of, edit
 from tests.make_release import PER_CHUNK, RELEASES, TEXTS, run, write_input
+from tests.rank_folders import place_at
 
 VERSIONS = sorted(path.name for path in RELEASES.iterdir())
 NAMES = [VERSIONS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in VERSIONS[1:])]
@@ -89,7 +90,7 @@ def test_a_checkpoint_of_each_release_is_shown_and_continued(
     assert {name: data for name, data in after.items() if not name.startswith(("00000", "retry"))} == uninterrupted
     ids = sorted(json.loads(line)["id"] for data in after.values() for line in data.splitlines())
     assert ids == sorted(f"{number}/{index}" for number, texts in enumerate(TEXTS) for index in range(len(texts)))
-    report = verify(folder / "checkpoints", full=True)
+    report = verify(place_at(folder / "checkpoints"), full=True)
     assert (report.problems, report.unfinished) == ([], [])
     for rank in (1, 2):
         content = json.loads((folder / "checkpoints" / f"{rank:05d}" / "run.json").read_bytes())
@@ -150,7 +151,7 @@ def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(file: str,
 def test_commands_name_the_newer_version(tmp_path: Path) -> None:
     folder = restored(NEWEST, tmp_path / "job")
     from_the_future(folder / "checkpoints" / "00001" / "run.json")
-    (found,) = [problem for problem in verify(folder / "checkpoints").problems if problem.kind == "corrupt"]
+    (found,) = [problem for problem in verify(place_at(folder / "checkpoints")).problems if problem.kind == "corrupt"]
     assert REFUSAL in found.message
     with open_place(str(folder / "checkpoints")) as place:
         state = read_run_state(place)

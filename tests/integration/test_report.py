@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +13,10 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.jobs import documents, runner
-from tests.rank_folders import REQUESTS, done, minute, minutes, start, work, write_rank
+from tests.rank_folders import minutes, start, write_rank
 from tests.unit.test_report_page import Reader
 
 T = 1_800_000_000.0
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -39,21 +36,6 @@ def test_the_report_of_a_real_run_has_its_documents(tmp_path: Path, server: Fake
     assert "7 of documents that are done; 7 sent, 0 answered from cache" in read.text
     assert "finished" in read.text
     assert "latency" in read.text
-
-
-def test_retries_of_dead_letters_count_in_the_report_as_in_the_status(tmp_path: Path, command: Command) -> None:
-    letters = [("str", f"HTTP 400: {number}") for number in range(4)]
-    for number in range(2):
-        history = [start(T), minute(T + 60, 20), done(T + 61)]
-        write_rank(tmp_path, number, history, chunks=2, letters=letters, finished=True, tasks=2)
-        again = [start(T + 99), minute(T + 160, 4, own=work(4, sent=5), total=work(4, sent=5)), done(T + 161)]
-        write_rank(tmp_path / "retry-00001", number, again, chunks=1, per_chunk=4, finished=True)
-    state = json.loads(command("status", tmp_path, "--json").out)
-    read = Reader(command("report", tmp_path, "-o", "-").out)
-    assert f"{2 * 24 * REQUESTS} of documents that are done; " in read.text
-    assert "40 done: 40 written in 6 chunks, 0 dropped, 0 dead" in read.text
-    assert state["delivered"]["dead"] == 0
-    assert "HTTP 400" not in read.text, "no dead letter is left"
 
 
 def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints: Path, tmp_path: Path) -> None:
@@ -103,6 +85,6 @@ def test_without_a_name_it_is_written_into_the_run_folder(checkpoints: Path, her
     assert command("report", "elsewhere").out.startswith("report.html: ")
 
 
-def test_where_nothing_is_there_is_no_report(here: Path, command: Command, monkeypatch: Any) -> None:
+def test_where_nothing_is_there_is_no_report(here: Path, command: Command) -> None:
     assert "contains no checkpoint" in command("report", here, code=2).err
     assert list(here.iterdir()) == []

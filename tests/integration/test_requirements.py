@@ -10,7 +10,6 @@ from typing import Any
 
 import fsspec.compression
 import pytest
-from datatrove.pipeline.writers import JsonlWriter
 from datatrove.utils import _import_utils
 from fsspec.registry import _registry
 
@@ -110,23 +109,6 @@ def test_servers_that_cannot_start_are_refused_before_any_task(
     assert said.startswith(f"pipeline[1] InferenceRunner: {says}")
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("setting", "replacement"),
-    [
-        ("logging_dir", (": logs", ": job.yaml/below")),
-        ("output_folder", (": output,", ": job.yaml/below,")),
-        ("checkpoints_local_dir", ("checkpoints_local_dir: checkpoints", "checkpoints_local_dir: job.yaml/below")),
-    ],
-)
-def test_a_file_in_the_place_of_a_folder_is_named_with_its_setting(
-    refused: Callable[..., str], setting: str, replacement: tuple[str, str]
-) -> None:
-    said = refused(replacement)
-    assert f"{setting}: " in said
-    assert f"cannot be a folder, because {Path.cwd()}/job.yaml is a file. Choose another folder." in said
-
-
 @pytest.mark.parametrize("key", ["sk-12345abcdef", "KEY=sk-12345abcdef"])
 def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused: Callable[..., str], key: str) -> None:
     config = f"{{server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, api_key_env: '{key}'}}"
@@ -200,12 +182,3 @@ def test_a_mirror_in_the_checkpoints_themselves_is_refused(tmp_path: Path, serve
     """It would be no copy, and a run would say nothing of it."""
     with pytest.raises(ConfigError, match="checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy"):
         runner(tmp_path, server, checkpoints_remote_dir=place.format(tmp_path / "checkpoints"))
-
-
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_plain_text_in_a_file_named_like_a_compressed_one_is_refused(
-    tmp_path: Path, server: FakeServer, ending: str
-) -> None:
-    plain = JsonlWriter(str(tmp_path), f"${{rank}}_${{chunk_index}}.jsonl{ending}", compression=None)
-    with pytest.raises(ConfigError, match=rf"ends in \{ending}, and compression is null: .* Set compression to infer"):
-        runner(tmp_path, server, output_writer=plain)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import copy
-import datetime
 import gc
 import json
 import os
 import subprocess
 import sys
-import threading
 import tracemalloc
 import weakref
 from collections import Counter
@@ -20,10 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import dill
-import numpy as np
 import pytest
-from datatrove.data import Document, Media
+from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
@@ -32,13 +27,12 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     DocumentFailed,
-    DocumentNotSerializable,
 )
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.output import documents as encoding
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner, writer
+from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner
 from tests.patience import until_async
 
 
@@ -113,12 +107,6 @@ def test_one_file_per_chunk_holds_the_documents_in_input_order(
     names = [f"00000_chunk_{index:05d}.jsonl" for index in range(len(chunks))]
     assert sorted(outputs(tmp_path / "output")) == names
     assert [len((tmp_path / "output" / name).read_text().splitlines()) for name in names] == chunks
-
-
-def test_documents_that_finish_out_of_order_are_written_in_order(tmp_path: Path) -> None:
-    with FakeServer(delay=lambda payload, times: 0.1 / (1 + int(payload["messages"][-1]["content"][5:]))) as server:
-        runner(tmp_path, server, records_per_chunk=4).run(documents(10))
-    assert ids(tmp_path) == [f"id {index}" for index in range(10)]
 
 
 def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path: Path, server: FakeServer) -> None:
@@ -288,60 +276,6 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
 # values --------------------------------------------------------------------------------------------------------------
 
 
-def rich_document() -> Document:
-    return Document(
-        "text",
-        "rich",
-        media=[Media("m", 0, "http://x", media_bytes=b"\x00\xff")],
-        metadata={
-            "score": np.float32(0.5),
-            "count": np.int64(7),
-            "good": np.bool_(True),
-            "when": datetime.datetime(2026, 11, 20, 1, 2, 3, tzinfo=datetime.UTC),
-            "day": datetime.date(2026, 11, 20),
-            "none": None,
-            "nested": {"$py": ["not", "ours"], "list": [1, 2.5, "null"]},
-        },
-    )
-
-
-def test_numpy_bytes_and_dates_are_written_as_datatrove_writes_them(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server, output_writer=writer(tmp_path, save_media_bytes=True)).run([rich_document()])
-    ours = rows(tmp_path)[0]
-    results = ours["metadata"].pop("rollout_results")
-    with JsonlWriter(str(tmp_path / "theirs"), "x.jsonl", compression=None, save_media_bytes=True) as theirs:
-        theirs.write(rich_document())
-    assert ours == json.loads((tmp_path / "theirs" / "x.jsonl").read_text())
-    assert base64.b64decode(ours["media"][0]["media_bytes"]) == b"\x00\xff"
-    assert results[0]["finish_reason"] == "stop"
-
-
-def test_a_document_the_writer_cannot_write_stops_the_rank_and_keeps_its_answers(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    both = threading.Event()
-
-    async def rollout(document: Document, generate: Any) -> Any:
-        await ask(document, generate)
-        if document.id == "id 1" and not both.is_set():
-            both.set()
-            await asyncio.Event().wait()  # until the other one stops the rank: a request in flight would be cut off
-        await asyncio.to_thread(both.wait)
-        return 1 + 2j  # the journal could keep it, but it is no JSON
-
-    with pytest.raises(DocumentNotSerializable, match=r"'id 0'.*JsonlWriter"):
-        runner(tmp_path, server, rollout).run(documents(2))
-    assert not (tmp_path / "output" / "00000_chunk_00000.jsonl").exists()
-
-    def adapter(self: Any, document: Document) -> dict[str, Any]:
-        return {"id": document.id, "imaginary": document.metadata["rollout_results"][0].imag}
-
-    fixed = runner(tmp_path, server, rollout, output_writer=writer(tmp_path, adapter=adapter), accept_changes=True)
-    fixed.run(documents(2))
-    assert rows(tmp_path) == [{"id": "id 0", "imaginary": 2.0}, {"id": "id 1", "imaginary": 2.0}]
-    assert set(server.asked.values()) == {1}
-
-
 def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
     async def forgets(document: Document, generate: Any) -> None:
         await ask(document, generate)
@@ -368,14 +302,6 @@ def test_one_step_object_runs_several_ranks_in_turn(tmp_path: Path, server: Fake
     assert server.asked == Counter(in_order)
     assert len({line["metadata"]["rollout_results"][0]["text"] for line in rows(tmp_path)}) == 7
     assert [len(commits(tmp_path, rank)) for rank in range(3)] == [2, 2, 2]
-
-
-def test_the_step_can_be_copied_and_pickled_before_and_after_a_run(tmp_path: Path, server: FakeServer) -> None:
-    step = runner(tmp_path, server)
-    for number in range(2):
-        step = dill.loads(dill.dumps(copy.deepcopy(step)))
-        step.run(documents(2 + number))
-    assert ids(tmp_path) == ["id 0", "id 1", "id 2"]
 
 
 @pytest.mark.slow
@@ -477,36 +403,6 @@ def test_another_run_on_the_same_checkpoint_is_refused_by_field_and_value(
     after = outputs(tmp_path)
     after.pop("checkpoints/00000/lock", None)
     assert after == before
-
-
-def test_another_output_template_or_number_of_tasks_is_another_run(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server).run(documents(3))
-    other = JsonlWriter(str(tmp_path / "output"), "${rank}-${chunk_index}.jsonl", compression=None)
-    with pytest.raises(CheckpointMismatch, match=r'output_filename: "\$\{rank\}_chunk_.*" -> "\$\{rank\}-'):
-        runner(tmp_path, server, output_writer=other).run(documents(3))
-    with pytest.raises(CheckpointMismatch, match="tasks: 1 -> 2"):
-        runner(tmp_path, server).run(documents(3), rank=0, world_size=2)
-
-
-API_KEY = "sk-very-secret"
-
-
-async def ask_with_key(document: Document, generate: Any) -> Any:
-    assert API_KEY
-    return await ask(document, generate)
-
-
-def test_a_secret_among_a_rollouts_globals_is_kept_as_a_hash(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = runner(tmp_path, server, ask_with_key, shared_context=lambda: {})
-    step.run(documents(1))
-    content = (tmp_path / "checkpoints" / "00000" / "run.json").read_text() + repr(vars(step))
-    assert "uses.API_KEY" in content
-    assert API_KEY not in content
-    monkeypatch.setitem(globals(), "API_KEY", "another")
-    with pytest.raises(CheckpointMismatch, match="API_KEY"):
-        runner(tmp_path, server, ask_with_key, shared_context=lambda: {}).run(documents(1))
 
 
 def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

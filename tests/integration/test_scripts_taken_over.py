@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from datatrove.pipeline.inference.run_inference import InferenceRunner as Theirs
 
 import datatrove_ckpt
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
@@ -21,10 +18,8 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.commands import Command
-from tests.data.scripts.two_stages import LONGEST
-from tests.datatrove_job import text_of, write_input
+from tests.datatrove_job import write_input
 from tests.jobs import rejects, runner
-from tests.patience import until
 
 SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
 
@@ -39,11 +34,7 @@ def executor(step: InferenceRunner, tasks: int = 1) -> LocalPipelineExecutor:
     return LocalPipelineExecutor([JsonlReader("input"), step], tasks, logging_dir=str(logs))
 
 
-async def ask_more(document: Any, generate: Any) -> Any:
-    return await generate({"messages": [{"role": "user", "content": f"more {document.text}"}]})
-
-
-def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path, command: Command) -> None:
+def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path) -> None:
     write_input(here, 9, 9)
     with FakeServer(status=rejects(["text 16"], 401)) as one:
         slow = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
@@ -113,50 +104,3 @@ def test_a_script_of_classes_takes_over_what_datatroves_has_finished(here: Path,
             "second text 10 twice",
         }
         assert "no problem" in command("verify", "new", "--full")
-
-
-@pytest.mark.slow
-@pytest.mark.real_process
-def test_a_script_of_datatroves_that_was_killed_is_taken_over(here: Path) -> None:
-    """Its import line is changed, and it is started as before. What that says is typed, then it is started again."""
-    write_input(here, 30, 30)
-    short = [n for n in range(60) if len(text_of(n)) < LONGEST]
-    text = (SCRIPTS / "two_stages.py").read_text()
-    path = here / "job.py"
-    path.write_text(text)
-    with FakeServer(hold_after=14) as server:
-        start = [sys.executable, "job.py", server.url, "out"]
-        process = processes.start(start, cwd=here)
-        until(lambda: server.asked.total() == 14 + 2 * 3)  # each task waits for three answers
-        until(lambda: written_by_theirs(here) == 14)
-        processes.kill_session(process.pid)
-        process.communicate()
-        server.release()
-        asked = Counter(server.asked)
-
-        assert text.count(Theirs.__module__) == 1
-        path.write_text(text.replace(Theirs.__module__, "datatrove_ckpt"))
-        refused = processes.run(start, cwd=here)
-        assert refused.returncode == 1
-        assert server.url not in refused.stderr
-        (named,) = {*re.findall(r"set finished_from: \[(\S+), OUTPUT\]", refused.stderr)}
-        assert Path(named) == here / "out/checkpoints"
-        assert server.asked == asked
-        assert not (here / "out/done").exists()
-
-        new = text.replace(Theirs.__module__, "datatrove_ckpt")
-        new = new.replace("records_per_chunk=4,", 'records_per_chunk=4,\n                finished_from="out",')
-        path.write_text(new)
-        ended = processes.run([*start[:-1], "new"], cwd=here)
-        assert ended.returncode == 0, ended.stderr
-        assert (here / "new/done").exists()
-        assert outputs_of(here / "new/answers") == Counter(f"id {n}" for n in short)
-        again = [question for question in asked if server.asked[question] > 1]
-        assert len(again) == 6  # those that were in flight
-        assert server.asked.total() == len(short) + 6
-
-
-def written_by_theirs(folder: Path) -> int:
-    """Documents that datatrove's runner has saved: in the output files of its chunks, and in its journals."""
-    finished = [*(folder / "out/answers").glob("*.jsonl"), *(folder / "out/checkpoints").glob("*/chunk_*.jsonl")]
-    return len({json.loads(line)["id"] for path in finished for line in path.read_text().splitlines() if line})

@@ -223,9 +223,7 @@ def _files(error: BaseException | None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("over", ["plain", "aiohttp"])
-def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(
-    over: str, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(over: str, said: list[str]) -> None:
     async def play() -> None:
         async with endpoint("silent", over == "aiohttp") as config:
             asyncio.get_running_loop().call_later(0.05, interrupt)

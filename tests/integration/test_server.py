@@ -354,8 +354,6 @@ def test_the_guardian_imports_nothing_of_ours() -> None:
 
 # whole jobs, as users run them -----------------------------------------------------------------------------------
 
-# An engine with a hidden grandchild (see SERVER), which writes its family's ids into its own file.
-ENGINE = SERVER.replace('Path("pids")', 'Path(f"family-{os.getpid()}")')
 JOB = """
 import asyncio, base64, functools, json, os, pathlib, secrets, signal, tempfile, types
 from datatrove.data import Document
@@ -466,40 +464,3 @@ def test_the_key_of_an_endpoint_is_in_no_file(given: str, case: str) -> None:
         code = WholeJob(case, {**settings, **named}, with_key=given == "api_key").run(MY_KEY=CANARY)
     assert (code == 0) == (case == "answer"), Path("stdout").read_text()
     assert leaks() == []
-
-
-def wait_for_files(pattern: str, number: int, job: subprocess.Popen[bytes]) -> list[Path]:
-    """Polls, because there is no event for what other processes write into files."""
-    while True:
-        found = [path for path in Path.cwd().glob(pattern) if path.stat().st_size]
-        if len(found) >= number:
-            return sorted(found)
-        assert job.poll() is None, Path("stdout").read_text()
-        time.sleep(0.02)
-
-
-def two_workers_that_hang() -> WholeJob:
-    Path("script.py").write_text(ENGINE)
-    kwargs = {"server_script": "script.py", "family": True}
-    settings = {"server_type": "custom", "model_name_or_path": "m", "model_kwargs": kwargs}
-    return WholeJob("hang", settings, tasks=2)
-
-
-def families(job: subprocess.Popen[bytes]) -> dict[int, list[int]]:
-    """Guardian, server and its hidden grandchild, by the id of their worker."""
-    wait_for_files("worker-*", 2, job)
-    found = [[int(pid) for pid in path.read_text().split()] for path in wait_for_files("family-*", 2, job)]
-    parents = {process.pid: process.parent for process in guardian.process_table()}
-    return {parents[family[0]]: family for family in found}
-
-
-@linux_only
-@pytest.mark.slow
-def test_neither_a_killed_worker_nor_ctrl_c_of_the_job_leaves_a_process_of_a_server() -> None:
-    with two_workers_that_hang().running() as job:
-        (victim, family), (_, spared) = families(job).items()
-        with all_gone_within(family, 10):
-            os.kill(victim, signal.SIGKILL)
-        assert all(is_alive(pid) for pid in spared)
-        with all_gone_within(spared, 10):
-            os.killpg(job.pid, signal.SIGINT)

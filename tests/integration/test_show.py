@@ -140,15 +140,6 @@ def test_texts_are_shortened_and_fit_the_terminal(
     assert "..." not in show("--id", "a").out, "with its id, it is wanted as a whole"
 
 
-def test_what_is_shown_can_be_a_mirror_or_a_yaml_file(here: Path, server: FakeServer, command: Command) -> None:
-    text = job_yaml(ENDPOINT.replace("URL", server.url))
-    write_job(here, f"{text}          checkpoints_remote_dir: mirror\n", ["a", "b"])
-    command("run", "job.yaml")
-    by_folder = command("show", "checkpoints").out
-    assert ids(command("show", "job.yaml")) == ["id 0", "id 1"]
-    assert command("show", "mirror").out == command("show", "job.yaml").out == by_folder
-
-
 def test_output_that_is_gone_is_said(tmp_path: Path, server: FakeServer, show: Show) -> None:
     runner(tmp_path, server).run(documents(1))
     (tmp_path / "output").rename(tmp_path / "moved")

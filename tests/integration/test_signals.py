@@ -22,7 +22,7 @@ from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.patience import Patience, until
-from tests.processes import kill_session, write_program
+from tests.processes import kill_session
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job, write_tasks
 
 DRAINS = "requests in flight have"
@@ -237,89 +237,4 @@ def test_a_rank_whose_worker_ends_alone_starts_again_and_the_others_go_on(
     assert outputs(tmp_path / "output") == undisturbed(2)
 
 
-KILLS_ITS_WORKER = """
-import signal
-
-async def ask(document, generate):
-    if document.id == "1 5":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return (await generate({"messages": [{"role": "user", "content": document.text}]})).text
-"""
-
-
-def test_a_rank_that_kills_its_workers_is_given_up_and_named_at_the_end(tmp_path: Path) -> None:
-    with FakeServer(answer) as server:
-        job = Job(tmp_path, server, 3, 2)
-        (tmp_path / "my_rollouts.py").write_text(ROLLOUTS + KILLS_ITS_WORKER)
-        process = job.start()
-        assert process.end() == 1
-        last = process.log.splitlines()[-1]
-        assert last.startswith("error: 1 of 3 tasks are not complete, because their worker processes died (task 1: its")
-        assert "SIGKILL" in last
-        assert "run the same command again" in last.lower()
-        assert "Traceback" not in process.log
-        assert process.left == []
-    assert job.completed == 2
-
-
 # --------------------------------------------------------------------------- datatrove's Slurm executor
-
-TASK = """
-import sys
-from datatrove.executor import SlurmPipelineExecutor
-from datatrove.pipeline.readers import JsonlReader
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.process import slurm_job
-from my_rollouts import ask
-
-slurm_job._SQUEUE_TIMEOUT = 600.0  # it answers once all is asked
-
-runner = InferenceRunner(
-    ask,
-    InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1], max_concurrent_generations=4),
-    JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl"),
-    checkpoints_local_dir="checkpoints",
-)
-SlurmPipelineExecutor(
-    [JsonlReader("input"), runner], tasks=1, time="1:00:00", partition="p", logging_dir="logs", venv_path="x"
-).run()
-"""
-
-
-@pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of an array's task. Its job's end is two seconds after the file "asked" appears."""
-    tools = tmp_path / "tools"
-    write_program(tools / "scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.log\necho here\n')
-    asked = f"until [ -e {tmp_path}/asked ]; do sleep 0.01; done"
-    write_program(tools / "squeue", f"#!/bin/sh\n{asked}\ndate -d '+2 seconds' +%FT%T\n")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "ranks_to_run.json").write_text("[0]")
-    return {
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "SLURM_ARRAY_TASK_ID": "0",
-        "SLURM_NODELIST": "here",
-        "SLURM_JOB_ID": "17",
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cause", ["SIGUSR1", "the end of the job's time limit"])
-def test_datatroves_slurm_task_is_requeued_after_its_drain(tmp_path: Path, slurm: dict[str, str], cause: str) -> None:
-    with FakeServer(answer, hold_after=2) as server:
-        Job(tmp_path, server, 1)
-        (tmp_path / "task.py").write_text(TASK)
-        process = Process([sys.executable, "task.py", server.url], tmp_path, **slurm)
-        until_asked(server, 6)
-        if cause == "SIGUSR1":
-            process.popen.send_signal(signal.SIGUSR1)
-        else:
-            (tmp_path / "asked").touch()
-        process.until(f"{cause}: 4 {DRAINS}")
-        assert "requeue" not in (tmp_path / "scontrol.log").read_text()
-        server.release()
-        assert process.end() == 15  # datatrove's handler
-        assert (tmp_path / "scontrol.log").read_text().count("requeue 17") == 1
-        assert not (tmp_path / "logs" / "completions").exists()
-        assert set(server.asked.values()) == {1}

@@ -140,9 +140,7 @@ def test_an_element_takes_no_task_just_before_its_time_limit_and_requeues_itself
     assert list(server.asked.values()) == [1] * TASKS
 
 
-def test_how_long_a_task_takes_is_told_by_those_that_this_process_has_completed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_how_long_a_task_takes_is_told_by_those_that_this_process_has_completed() -> None:
     asked: list[float] = []
     own = claims.Claims.__new__(claims.Claims)
     own._has_time = lambda seconds: bool(asked.append(seconds))

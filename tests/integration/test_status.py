@@ -22,7 +22,6 @@ from datatrove_ckpt.cli.status import wrapped
 from datatrove_ckpt.maintenance.run_state import State
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
-from tests.jobs import documents, runner
 from tests.mirrors import Killed
 from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
@@ -197,19 +196,6 @@ def test_a_terminal_without_unicode_gets_no_bars(tmp_path: Path) -> None:
 
 
 # mirrors and YAML files ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("empty_memory_file_system")
-def test_a_mirror_says_the_same_as_the_folder(tmp_path: Path, said: Said, server: FakeServer) -> None:
-    url = "memory://status/mirror"
-    runner(tmp_path, server, checkpoints_remote_dir=url, mirror_seconds=1000).run(documents(7))
-    local = json.loads(said(tmp_path / "checkpoints", "--json"))
-    copy = json.loads(said(url, "--json"))
-    assert copy["is_copy"]
-    assert copy["what"] == url
-    for name in ("counts", "unfinished", "states", "number_of_attempts"):
-        assert copy["totals"][name] == local["totals"][name]
-    assert copy["is_finished"]
 
 
 # what ``status --json`` says after kill -9 at random moments is what was counted from outside ------------------------

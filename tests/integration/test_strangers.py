@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
-from datatrove_ckpt.output.chunk_output import ChunkOutput
-from datatrove_ckpt.output.owner import Ownership
+from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config, documents, fails_at, runner, writer
 
@@ -100,30 +96,3 @@ def test_a_checkpoint_of_datatroves_is_refused_with_the_setting(
 def job(folder: Path, server: FakeServer, name: str) -> Any:
     """A runner whose checkpoint is that of the job ``name``; all jobs have one output folder."""
     return runner(folder / name, server, output_writer=writer(folder))
-
-
-def test_a_job_that_was_killed_before_its_first_file_overwrites_no_files_of_one_that_came_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        Ownership, "claim", lambda self, is_unused: None
-    )  # as where nothing can be written beside the folder
-    with FakeServer(answer=lambda path, text: "a") as one, FakeServer(answer=lambda path, text: "b") as other:
-        with monkeypatch.context() as patch:
-            patch.setattr(ChunkOutput, "write_chunk", Mock(side_effect=StorageFailed("as asked")))
-            with pytest.raises(StorageFailed):
-                job(tmp_path, one, "a").run(documents(5))
-        path = put(tmp_path, "00000_chunk_00002.jsonl")  # any file of its template
-        with pytest.raises(OutputMismatch, match=path.name):
-            job(tmp_path, one, "a").run(documents(5))
-        path.unlink()
-        job(tmp_path, other, "b").run(documents(5))
-        published = outputs(tmp_path / "output")
-        for _ in range(2):
-            with pytest.raises(OutputMismatch, match=r"this run has not published them"):
-                job(tmp_path, one, "a").run(documents(5))
-            assert outputs(tmp_path / "output") == published
-        job(tmp_path, other, "b").run(documents(5))
-        shutil.rmtree(tmp_path / "output")
-        job(tmp_path, one, "a").run(documents(5))
-    assert len(outputs(tmp_path / "output")) == 3

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
-from datatrove_ckpt.errors import RequestPoisoned, ServerDied, ServerStartFailed
+from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.client import CompletionClient
@@ -170,11 +170,6 @@ def lines(name: str) -> list[str]:
 def open_gate() -> None:
     """Let the engines answer prompts that begin with "wait"."""
     Path("gate").touch()
-
-
-def burn_fuse() -> None:
-    """From now on "die at the fuse" kills."""
-    Path("fuse").touch()
 
 
 def break_engine() -> None:
@@ -340,20 +335,6 @@ async def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) ->
 
 
 @pytest.mark.slow
-async def test_a_server_that_got_sigterm_may_refuse_new_requests_and_report_itself_healthy() -> None:
-    async with running(config()) as run:
-        old = run.ask("wait")
-        await until_async(lambda: bool(asked()))
-        os.kill(engines()[0], signal.SIGTERM)
-        refused = [run.ask(f"new {n}") for n in range(3)]
-        await until_async(lambda: sum(asked().values()) == 4)
-        open_gate()
-        assert (await old).text == f"{engines()[0]} says wait"  # it finishes its requests
-        assert await run.texts(refused) == ["new 0", "new 1", "new 2"]
-        assert (run.client.stats.resent, run.client.stats.retries) == (3, 0)
-
-
-@pytest.mark.slow
 async def test_a_request_that_times_out_shows_that_its_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_PROBE_TIMEOUT", 0.2)
     async with running(config(request_timeout=1.0)) as run:
@@ -362,24 +343,6 @@ async def test_a_request_that_times_out_shows_that_its_server_hangs(monkeypatch:
         run.client._config.request_timeout = None  # for the next server, which may need longer
         assert (await task).text == f"{engines()[1]} says hello"
         assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 1, 0)
-
-
-@pytest.mark.slow
-async def test_a_poisonous_request_that_runs_last_ends_no_run() -> None:
-    async with running(config(server_max_restarts=3)) as run:
-        poison = run.ask("die at the fuse")
-        await until_async(lambda: bool(asked()))
-        others = [run.ask(f"wait {n}") for n in range(40)]  # younger, so they run before it, in groups
-        await until_async(lambda: sum(asked().values()) == 41)
-        burn_fuse()
-        await until_async(lambda: len(engines()) == 3)
-        open_gate()
-        with pytest.raises(RequestPoisoned):
-            await poison
-        assert sorted(await run.texts(others)) == sorted(f"wait {n}" for n in range(40))
-        assert await run.texts([run.ask("still here")]) == ["still here"]
-        # A fourth death comes only if others were in flight at the third. It is one more than the restarts allowed.
-        assert 3 <= asked()["die at the fuse"] == run.servers.restarts <= 4
 
 
 async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:

@@ -17,7 +17,7 @@ from datatrove_ckpt import Classification, InferenceConfig, InferenceRunner
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, documents, letters, rows, runner, writer
+from tests.jobs import Budget, documents, rows, runner, writer
 
 Payload = dict[str, Any]
 DIMENSIONS = 4
@@ -92,30 +92,6 @@ async def all_ways(document: Document, generate: Any) -> object:
     assert await generate.classify(text) == Classification("good", 0.75, {"0": 0.25, "1": 0.75})
     document.metadata["vector"] = one
     return {"both": both, "class": named, "text": text}
-
-
-def test_each_way_is_kept_and_never_asked_twice(numbers: FakeServer, tmp_path: Path) -> None:
-    """Killed after each request in turn, and resumed: the same bytes, and no answer is paid twice."""
-    config = {"max_concurrent_documents": 1, "default_generation_params": {"temperature": 0.5}, "seed": 1}
-    runner(tmp_path / "other", numbers, all_ways, config=config).run(documents(2))
-    per_run = len(numbers.payloads)
-    budget = Budget()
-    numbers._status = budget
-    for _ in range(per_run - 1):
-        budget.left = 1
-        with pytest.raises(CkptError):
-            runner(tmp_path, numbers, all_ways, config=config).run(documents(2))
-    budget.left = 1  # one answer is missing
-    runner(tmp_path, numbers, all_ways, config=config).run(documents(2))
-    assert budget.left == 0
-    answered = tmp_path / "other" / "output" / "00000_chunk_00000.jsonl"
-    assert (tmp_path / "output" / answered.name).read_bytes() == answered.read_bytes()
-    (row, _) = rows(tmp_path)
-    vector = np.array(row["metadata"]["vector"], np.float32)
-    assert vector.tobytes() == np.array(vector_of("text 0"), np.float32).tobytes()
-    (result,) = row["metadata"]["rollout_results"]
-    assert result["class"] == {"label": "good", "score": 0.75, "scores": {"bad": 0.25, "good": 0.75}}
-    assert set(numbers.payloads[0]) == {"input", "encoding_format", "model"}
 
 
 def test_what_a_way_is_told_apart_by(numbers: FakeServer, tmp_path: Path) -> None:
@@ -211,34 +187,6 @@ def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path: Path) -
         place = {"output_writer": writer(folder), "checkpoints_local_dir": str(folder / "checkpoints")}
         InferenceRunner(ask, config, records_per_chunk=2, **place).run(documents(2))
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
-
-
-def test_a_text_that_the_server_refuses_fails_its_document_alone(numbers: FakeServer, tmp_path: Path) -> None:
-    async def ask(document: Document, generate: Any) -> object:
-        return (await generate.embed([document.text, "fine"])).tolist()
-
-    numbers._status = lambda payload, times: 400 if payload["input"] == "text 1" else None
-    runner(tmp_path, numbers, ask, on_document_error="dead_letter").run(documents(3))
-    assert [row["id"] for row in rows(tmp_path)] == ["id 0", "id 2"]
-    assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
-
-
-def test_an_answer_of_another_form_is_asked_again(numbers: FakeServer, tmp_path: Path) -> None:
-    async def ask(document: Document, generate: Any) -> object:
-        return await generate.embed(document.text)
-
-    given = 0
-
-    def broken_once(payload: Payload) -> Payload:
-        nonlocal given
-        given += 1
-        return {"data": [{"index": 0, "embedding": [0.5, None]}]} if given == 1 else embeddings(payload)
-
-    numbers.paths = {"/v1/embeddings": broken_once}
-    runner(tmp_path, numbers, ask).run(documents(1))
-    assert given == 2
-    (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
-    assert np.array(result, np.float32).tobytes() == np.array(vector_of("text 0"), np.float32).tobytes()
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import orjson
 import pytest
 from datatrove.data import Document
-from datatrove.executor import LocalPipelineExecutor
-from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitLog
@@ -272,18 +269,6 @@ def test_damage_that_repair_cannot_fix_is_named_and_left_alone(job: Path, said: 
     assert outputs(job) == before
 
 
-def test_output_that_is_gone_is_missing_once_its_folder_is_named(
-    job: Path, said: Said, server: FakeServer, undamaged: dict[str, bytes]
-) -> None:
-    shutil.rmtree(job / "output")
-    text = said("verify", job, "--output", job / "output", code=1)
-    assert text.count(" is missing. ") == 8
-    said("repair", job, "--output", job / "output")
-    run(job, server)
-    assert outputs(job / "output") == undamaged
-    said("verify", job, "--full")
-
-
 def test_what_cannot_be_read_is_no_reason_to_make_it_again(
     job: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,23 +393,6 @@ def test_verify_as_json(job: Path, said: Said) -> None:
     assert "datatrove-ckpt repair" in problem["message"]
     assert found["totals"] | {"read": 14, "written": 10, "dead": 4, "files": 8} == found["totals"]
     assert found["unfinished"] == []
-
-
-@pytest.mark.parametrize("name", ["status", "verify", "repair"])
-def test_a_folder_without_a_checkpoint_is_2(tmp_path: Path, said: Said, name: str) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    text = said(name, tmp_path, code=2)
-    assert text == (
-        f"error: {tmp_path}/checkpoints contains no checkpoint: there is no folder like 00000 in it. Give the "
-        "run_folder, or that of checkpoints_local_dir.\n"
-    )
-
-
-@pytest.mark.parametrize("name", ["status", "verify", "repair"])
-def test_a_checkpoint_of_a_newer_version_names_it(job: Path, said: Said, name: str) -> None:
-    for rank in range(2):
-        edit_settings(job, rank, format=99, written_by="9.9.9")
-    assert "00000/run.json was written by datatrove-ckpt 9.9.9 (format 99)" in said(name, job, code=1)
 
 
 # repair --------------------------------------------------------------------------------------------------------------
@@ -637,57 +605,6 @@ def test_settings_that_were_changed_meanwhile_are_said(job: Path, said: Said) ->
 
 
 # with datatrove ------------------------------------------------------------------------------------------------------
-
-
-def execute(folder: Path, server: FakeServer) -> None:
-    pipeline = [JsonlReader(str(folder / "input")), runner(folder, server, skip_bad_requests=True)]
-    LocalPipelineExecutor(pipeline, tasks=2, workers=1, logging_dir=str(folder / "logs")).run()
-
-
-@pytest.mark.slow
-def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
-    (tmp_path / "input").mkdir()
-    for file in range(2):
-        rows = [json.dumps({"text": f"{file} {row}", "id": f"{file} {row}"}) + "\n" for row in range(3)]
-        (tmp_path / "input" / f"{file}.jsonl").write_text("".join(rows))
-    execute(tmp_path, server)
-    undamaged = outputs(tmp_path / "output")
-    chunk_file(tmp_path, 1).unlink()
-    assert "Now remove LOGGING_DIR/completions/00000, where they exist" in said("repair", tmp_path)
-    execute(tmp_path, server)
-    said("verify", tmp_path, code=3)  # datatrove has skipped the rank, and that is seen
-    text = said("repair", tmp_path, "--logging-dir", tmp_path / "logs")
-    marker = f"rank 0: remove {tmp_path}/logs/completions/00000, so that the executor runs it again"
-    assert text.splitlines() == [marker, "Done. Run the pipeline again to process these chunks."]
-    assert sorted(outputs(tmp_path / "logs" / "completions")) == ["00001"]
-    execute(tmp_path, server)
-    assert outputs(tmp_path / "output") == undamaged
-    said("verify", tmp_path, "--full")
-
-
-def test_output_on_a_remote_file_system_is_verified_and_repaired(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
-    remote = fsspec.filesystem("memory")
-
-    def life() -> None:
-        output = JsonlWriter("memory://verified/output", "${rank}_${chunk_index}.jsonl", compression=None)
-        runner(tmp_path, server, output_writer=output).run(documents(1))
-
-    life()
-    path = "/verified/output/00000_00000.jsonl"
-    undamaged = remote.cat_file(path)
-    said("verify", tmp_path, "--full")
-    remote.pipe_file(path, undamaged.replace(b"answer", b"ANSWER"))
-    assert "00000_00000.jsonl is altered" in said("verify", tmp_path, "--full", code=1)
-    said("repair", tmp_path, "--full")
-    assert not remote.exists(path)
-    life()
-    assert remote.cat_file(path) == undamaged
-    said("verify", tmp_path, "--full")
-    remote.rm("/verified", recursive=True)
 
 
 def retry(folder: Path, server: FakeServer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
 import select
@@ -21,11 +20,11 @@ from datatrove.pipeline.readers import JsonlReader
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, ServerDied
-from datatrove_ckpt.inference.servers import node, server, warm
+from datatrove_ckpt.inference.servers import server, warm
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
-from tests.integration.test_supervision import ENGINE, engines, lines, stand_in_for_vllm
+from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.patience import ChangePolicy, until
 from tests.processes import is_alive
 
@@ -180,50 +179,6 @@ def test_the_restarts_of_a_server_count_over_all_its_ranks() -> None:
     assert not running()
 
 
-@pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program named vllm, and four GPUs."""
-    stand_in_for_vllm(f"#!{sys.executable}\n{SCRIPT}", monkeypatch)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    for name in ("DATATROVE_EXECUTOR", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def free_gpus() -> str:
-    """Which GPUs another process could lease."""
-    free = ""
-    for name in "0123":
-        with (node._lock_folder() / f"gpu_{name}.lock").open("a") as lock, suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free += name
-    return free
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("four_gpus")
-def test_replicas_pass_over_with_their_gpus_and_a_dead_one_is_started_anew_on_its_own() -> None:
-    vllm: dict[str, Any] = {"server_type": "vllm", "replicas": 2, "server_log_folder": "logs"}
-    run(0, **vllm)
-    assert free_gpus() == "23"
-    gpus = dict(line.split() for line in lines("engines"))
-    assert sorted(gpus.values()) == ["0", "1"]
-    (first,) = [pid for pid, gpu in gpus.items() if gpu == "0"]
-    os.kill(int(first), signal.SIGKILL)
-    until(lambda: len(running()) == 1)
-    run(1, *"abcd", **vllm)
-    assert [line.split()[1] for line in lines("engines")[2:]] == ["0"]
-    assert len(running()) == 2
-    assert {path.name for path in Path("logs").iterdir()} == {
-        "server_rank_00000_replica_0.log",
-        "server_rank_00000_replica_1.log",
-        "server_rank_00001_replica_0.log",
-    }
-    assert free_gpus() == "23"
-    close_warm_servers()
-    assert not running()
-    assert free_gpus() == "0123"
-
-
 def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:
     step = runner()
     step.run([Document(text="a", id="a")], 0, 9)
@@ -294,7 +249,7 @@ def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number: int
 
 
 @pytest.mark.slow
-def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent(tmp_path: Path) -> None:
+def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent() -> None:
     run(0, server_stop_timeout_sec=1200.0)
     (engine,) = running()
     read, write = os.pipe()
@@ -351,26 +306,3 @@ def test_a_process_of_a_local_executor_starts_one_server_for_all_its_tasks(execu
     assert len(engines()) - warm_starts == 4
     assert len(outputs(Path("job/output"))) == 4
     assert outputs(Path("job/output")) == outputs(Path("cold/output"))
-
-
-class KillsOnce:
-    """A step that kills its process at the start of rank 3, once: the process holds the server of an earlier rank."""
-
-    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-        if rank == 3 and not Path("killed").exists():
-            Path("killed").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return data
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_between_two_ranks_takes_its_server_along_and_the_others_keep_theirs() -> None:
-    read, infer = steps("job", 6)
-    logs = str(Path("job/logs").absolute())
-    LocalPipelineExecutor([read, KillsOnce(), infer], 6, 2, logs, start_method="fork").run()
-    assert Path("killed").exists()
-    assert len(engines()) <= 3
-    assert len(list(Path(logs, "completions").iterdir())) == 6
-    until(lambda: not running())
-    run_local(LocalPipelineExecutor, "undisturbed", 6, 1)
-    assert outputs(Path("job/output")) == outputs(Path("undisturbed/output"))

@@ -121,7 +121,7 @@ def test_the_yaml_file_of_a_run_is_enough_to_repair_it(here: Path, server: FakeS
     command("verify", "job.yaml")
     Path("output/00000_00000.jsonl").unlink()
     text = command("repair", "job.yaml")
-    assert "remove logs/completions/00000, so that the executor runs it again" in text
+    assert "remove logs/completions/00000, so that the rank runs again" in text
     assert text.endswith("Done. Run the pipeline again to process these chunks.\n")
     command("run", "job.yaml")
     assert outputs(here / "output") == expected

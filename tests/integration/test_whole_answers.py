@@ -17,7 +17,8 @@ from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Retryable
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, documents, rows, runner
+from tests.integration.test_ready_made_ways import in_pieces
+from tests.jobs import documents, rows, runner
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 LOGPROBS = {"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
@@ -40,17 +41,7 @@ async def ask_whole(document: Document, generate: Any) -> object:
 
 def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole: FakeServer, tmp_path: Path) -> None:
     runner(tmp_path / "other", whole, ask_whole).run(documents(3))
-    asked = whole.asked.copy()
-    budget = Budget()
-    whole._status = budget
-    for left in (1, 3, 99):
-        budget.left = left
-        step = runner(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
-        if left == 99:
-            step.run(documents(3))
-        else:
-            with pytest.raises(CkptError):
-                step.run(documents(3))
+    refused = in_pieces(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
     assert rows(tmp_path) == rows(tmp_path / "other")
     (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert list(result)[:4] == ["text", "finish_reason", "usage", "reasoning"]
@@ -58,8 +49,7 @@ def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(who
     assert result["logprobs"] == LOGPROBS
     assert [choice["tool_calls"] for choice in result["choices"]] == [[CALL]] * 2
     assert "response_id" not in result
-    repeated = whole.asked - asked
-    assert sum(repeated.values()) == 6 + 2  # two were refused
+    assert len(whole.payloads) == 6 + 6 + refused
 
 
 def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_path: Path) -> None:
@@ -72,35 +62,6 @@ def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_pat
     for row in rows(tmp_path):
         (result,) = row["metadata"]["rollout_results"]
         assert list(result) == ["text", "finish_reason", "usage", "reasoning"]
-
-
-def test_a_rollout_can_write_the_id_and_the_model_of_an_answer(whole: FakeServer, tmp_path: Path) -> None:
-    """Also those of answers that were cached before a kill."""
-
-    async def ask(document: Document, generate: Any) -> object:
-        chat = {"messages": [{"role": "user", "content": document.text}], **QUESTION}
-        answers = [await generate(chat), await generate({**chat, "seed": 1})]
-        document.metadata["ids"] = [[answer.response_id, answer.model] for answer in answers]
-        return answers[0]
-
-    budget = Budget()
-    whole._status, budget.left = budget, 3
-    with pytest.raises(CkptError):
-        runner(tmp_path, whole, ask).run(documents(3))
-    budget.left = 99
-    runner(tmp_path, whole, ask).run(documents(3))
-    assert [row["metadata"]["ids"] for row in rows(tmp_path)] == [[["fake", ""], ["fake", ""]]] * 3  # it names no model
-
-
-def test_whole_answers_in_parquet(whole: FakeServer, tmp_path: Path) -> None:
-    import pyarrow.parquet
-
-    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
-    runner(tmp_path, whole, ask_whole, output_writer=writer).run(documents(3))
-    table = pyarrow.parquet.read_table(tmp_path / "output")
-    (result,) = table.to_pylist()[0]["metadata"]["rollout_results"]
-    assert result["tool_calls"] == [CALL]
-    assert [choice["finish_reason"] for choice in result["choices"]] == ["stop", "stop"]
 
 
 async def ask_other_paths(document: Document, generate: Any) -> object:
@@ -124,21 +85,12 @@ def test_any_path_of_the_server_is_cached_by_path_and_payload(server: FakeServer
     assert len(server.payloads) == 8
     others = [payload for payload in server.payloads if "input" in payload]
     assert others[0] == {"input": others[0]["input"], "model": "fake"}
-    budget = Budget()
-    server._status = budget
-    for left in (1, 1, 1, 1, 99):
-        budget.left = left
-        step = runner(tmp_path, server, ask_other_paths, config=config)
-        if left == 99:
-            step.run(documents(2))
-        else:
-            with pytest.raises(CkptError):
-                step.run(documents(2))
+    refused = in_pieces(tmp_path, server, ask_other_paths, number=2, config=config)
     assert rows(tmp_path) == rows(tmp_path / "other")
     (results,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert results[0]["answer"] == {"data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
     assert results[1:] == [{"tokens": [1, 2]}, "at 0.5, seeded: True"]
-    assert len(server.payloads) == 8 + 8 + 4  # four were refused
+    assert len(server.payloads) == 8 + 8 + refused
 
 
 @pytest.mark.parametrize("path", ["tokenize", "v1/embeddings", ""])
@@ -314,15 +266,6 @@ def test_thoughts_among_the_parts_of_a_content_are_its_reasoning(content: Any, t
     assert (found.text, found.reasoning) == (text, reasoning)
 
 
-def test_a_server_that_ignores_n_is_refused(server: FakeServer, tmp_path: Path) -> None:
-    async def ask(document: Document, generate: Any) -> object:
-        return await generate({"messages": [{"role": "user", "content": document.text}], "n": 3})
-
-    server.most_choices = 1
-    with pytest.raises(ServerRefused, match="the server ignores n"):
-        runner(tmp_path, server, ask).run(documents(1))
-
-
 ENDED = {"finish_reason": "tool_calls"}
 CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
 
@@ -379,7 +322,7 @@ def test_completions_have_the_logprobs_that_were_asked_for(logprobs: Any, asked:
 
 
 def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_named(
-    server: FakeServer, tmp_path: Path, log: list[str]
+    server: FakeServer, tmp_path: Path
 ) -> None:
     async def ask(document: Document, generate: Any) -> object:
         messages = [{"role": "user", "content": document.text}]
@@ -398,29 +341,6 @@ def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_
 def _with_logprobs_at_last(server: FakeServer, times: int) -> str:
     server.logprobs = LOGPROBS if times else None
     return "hi"
-
-
-@pytest.mark.parametrize("first_call", [0, 1, 2, 3])
-def test_chunks_have_one_schema_whenever_the_first_tool_call_comes(
-    server: FakeServer, tmp_path: Path, first_call: int
-) -> None:
-    import pyarrow.dataset
-    import pyarrow.parquet
-
-    async def ask(document: Document, generate: Any) -> object:
-        calls = int(document.id[-1]) >= first_call
-        server.message = {"tool_calls": [CALL]} if calls else {"tool_calls": []}
-        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
-        return await generate({"messages": [{"role": "user", "content": document.text}], "tools": [tool]})
-
-    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
-    config = {"max_concurrent_documents": 1}
-    runner(tmp_path, server, ask, config=config, output_writer=writer, records_per_chunk=1).run(documents(3))
-    files = [str(file) for file in sorted((tmp_path / "output").iterdir())]
-    assert len({str(pyarrow.parquet.read_schema(file).field("metadata").type) for file in files}) == 1
-    found = pyarrow.dataset.dataset(files).to_table().to_pylist()
-    calls = [row["metadata"]["rollout_results"][0]["tool_calls"] for row in found]
-    assert [bool(each) for each in calls] == [number >= first_call for number in range(3)]
 
 
 def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat() -> None:

@@ -58,7 +58,7 @@ def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(
     assert ids(tmp_path) == all_of(8)
 
 
-def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path, log: list[str]) -> None:
+def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path) -> None:
     gone = threading.Event()
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -125,9 +125,7 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize("body", [*TOO_LONG, "unknown parameter: tempratur"])
-def test_a_prompt_that_is_too_long_names_the_ways_out(
-    tmp_path: Path, body: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_is_too_long_names_the_ways_out(tmp_path: Path, body: str) -> None:
     with FakeServer(status=lambda payload, times: 400) as server:
         server.error = body
         with pytest.raises(DocumentFailed) as stopped:

@@ -135,27 +135,6 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server: FakeS
     assert_whole(server, command)
 
 
-@pytest.mark.slow
-def test_twenty_workers_share_a_hundred_tasks_while_some_are_killed_and_some_sleep(
-    server: FakeServer, command: Command
-) -> None:
-    write(server, tasks=100)
-    workers = [worker() for _ in range(12)]
-    until(lambda: len(complete()) >= 5)
-    os.kill(workers[0].pid, signal.SIGKILL)
-    os.kill(workers[1].pid, signal.SIGSTOP)
-    workers += [worker() for _ in range(8)]
-    until(lambda: len(complete()) >= 50)
-    os.kill(workers[2].pid, signal.SIGKILL)
-    os.kill(workers[1].pid, signal.SIGCONT)
-    for process in workers:
-        process.communicate(timeout=300)
-    assert Counter(process.returncode for process in workers) == {0: 18, -signal.SIGKILL: 2}
-    assert len(complete()) == 100
-    ended(worker("--fail-on-dead-letters"))
-    assert_whole(server, command, 100)
-
-
 def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server: FakeServer, command: Command) -> None:
     write(server)
     first = worker()
@@ -185,6 +164,7 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server: 
     assert_whole(server, command)
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(server: FakeServer) -> None:
     write(server, at_once=1)
     text = Path("job.yaml").read_text().replace("workers: 1\n", "workers: 1\n    max_rank_attempts: 1\n")
@@ -259,7 +239,7 @@ def first_owner() -> str:
     return next(path.name for path in Path("logs/claims/workers").iterdir())
 
 
-def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer, command: Command) -> None:
+def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer) -> None:
     write(server)
     run = worker("--fail-on-dead-letters")
     until(lambda: server.asked.total() >= 3)
@@ -305,10 +285,11 @@ def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server: FakeServer
     assert complete() == {*range(TASKS)}
 
 
-def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer) -> None:
+@pytest.mark.parametrize("left", ["0000[0-3]", "none"])
+def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer, left: str) -> None:
     write(server)
     ended(worker())
-    for path in Path("logs/completions").glob("0000[0-3]"):
+    for path in Path("logs/completions").glob(left):
         path.unlink()
     text = Path("job.yaml").read_text().replace("records_per_chunk: 3", "records_per_chunk: 4")
     Path("job.yaml").write_text(text)

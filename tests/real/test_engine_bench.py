@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import embeddings
 from tests.bench.engine.__main__ import ROWS, main
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,9 +27,3 @@ def test_every_row_answers_the_same_prompts_at_the_same_length(tmp_path: Path) -
     assert [result["row"] for result in results] == [*rows, *reversed(rows)]
     assert {result["answers"] for result in results} == {6}
     assert all(result["wall"] > result["last"] - result["first"] > 0 for result in results)
-
-
-def test_both_rows_give_the_same_vectors(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("xllamacpp")
-    assert embeddings.main(["--engine", "llamacpp", "--texts", "6", "--rounds", "1"]) == 0  # compares the vectors
-    assert "ours / offline: " in capsys.readouterr().out

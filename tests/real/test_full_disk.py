@@ -40,6 +40,7 @@ from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config
+from tests.rank_folders import place_at
 
 DOCUMENTS = 90
 CHUNK = 20
@@ -210,7 +211,7 @@ class Job:
         assert not kept & (self.server.asked - before).keys(), "asked again for what is on disk"
         assert self.is_marked_complete
         assert outputs(self.output) == expected
-        report = verify(self.checkpoints, full=True)
+        report = verify(place_at(self.checkpoints), full=True)
         assert not [*report.problems, *report.unfinished]
         assert len(self.server.asked) == DOCUMENTS
         again = self.server.asked.total() - DOCUMENTS

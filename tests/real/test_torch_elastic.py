@@ -9,6 +9,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +117,37 @@ def flat(samples: list[Any]) -> list[int]:
     return [token for sample in samples for token in sample["input_ids"].tolist() if token]
 
 
+def counted(samples: list[Any]) -> Counter[Any]:
+    return Counter(flat(samples) if isinstance(samples[0], dict) else samples)
+
+
 CHANGES = [((1, 0), (2, 0)), ((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))]
+SAMPLES = [(name, number) for name, count in COUNTS.items() for number in range(count)]
+LETTERS = Counter({ord(name) * 1000 + number: 3 for name, number in SAMPLES})
+KINDS: dict[str, tuple[Callable[[Path, Place], Any], Counter[Any]]] = {
+    "packed": (partial(packed, pad=0), Counter(range(1, sum(LONG) + 1))),
+    "mixed": (mixed, Counter(f"{name}{number}" for name, number in SAMPLES)),
+    "pack of mix": (lambda folder, place: Pack(mixed(folder, place, transform=letters), 7, pad=0), LETTERS),
+    "mix of packs": (
+        lambda folder, place: Mix(
+            [Pack(rows(folder, name, place, letters), 7, pad=0) for name in COUNTS], [2, 1, 1], at_end="drop"
+        ),
+        LETTERS,
+    ),
+}
 
 
-@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("steps", [0, 2, 12])
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_each_token_is_packed_once(folder: Path, before: Place, after: Place, steps: int) -> None:
-    def make(place: Place) -> Pack:
-        return packed(folder, place, pad=0)
-
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_token_and_each_sample_comes_once(
+    folder: Path, before: Place, after: Place, steps: int, kind: str
+) -> None:
+    make, whole = partial(KINDS[kind][0], folder), KINDS[kind][1]
     read, states = stopped(make, before, steps)
     more, following = rest(make, after, states)
-    whole = Counter(range(1, sum(LONG) + 1))
-    assert Counter(flat(read + more)) == whole
-    assert Counter(flat(following)) == whole, "the next epoch is whole"
+    assert counted(read + more) == whole
+    assert counted(following) == whole, "the next epoch is whole"
 
 
 def test_a_sample_of_a_new_packer_holds_whole_rows_and_rests(folder: Path) -> None:
@@ -156,19 +174,6 @@ def test_without_pad_each_packer_drops_less_than_a_sample(folder: Path) -> None:
     found = Counter(flat(read + rest(make, (3, 0), states)[0]))
     assert set(found.values()) == {1}
     assert sum(LONG) - len(found) < 3 * 16
-
-
-@pytest.mark.parametrize("steps", [0, 2, 8, 12])
-@pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_a_mix_that_drops_gives_each_sample_once(folder: Path, before: Place, after: Place, steps: int) -> None:
-    def make(place: Place) -> Mix:
-        return mixed(folder, place)
-
-    read, states = stopped(make, before, steps)
-    more, following = rest(make, after, states)
-    whole = {f"{name}{number}": 1 for name, count in COUNTS.items() for number in range(count)}
-    assert Counter(read + more) == whole
-    assert Counter(following) == whole
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
@@ -198,27 +203,9 @@ def test_a_mix_that_repeats_leaves_no_sample_out(folder: Path, before: Place, af
     assert max(found[f"a{number}"] for number in range(COUNTS["a"])) <= 2, "a new pass may begin before the last ends"
 
 
-@pytest.mark.parametrize("kind", ["pack of mix", "mix of packs"])
-@pytest.mark.parametrize("steps", [1, 9])
-@pytest.mark.parametrize(("before", "after"), [((1, 2), (2, 0)), ((2, 2), (1, 3))])
-def test_one_in_the_other(folder: Path, before: Place, after: Place, kind: str, steps: int) -> None:
-    def make(place: Place) -> Any:
-        if kind == "pack of mix":
-            return Pack(mixed(folder, place, transform=letters), 7, pad=0)
-        packs = [Pack(rows(folder, name, place, letters), 7, pad=0) for name in COUNTS]
-        return Mix(packs, [2, 1, 1], at_end="drop")
-
-    read, states = stopped(make, before, steps)
-    more, _ = rest(make, after, states)
-    whole = Counter(ord(name) * 1000 + number for name, count in COUNTS.items() for number in range(count))
-    assert Counter(flat(read + more)) == Counter(dict.fromkeys(whole, 3))
-
-
 def test_an_epoch_goes_on_with_one_topology_after_the_other(folder: Path, tmp_path: Path) -> None:
-    for make, whole in (
-        (lambda place: packed(folder, place, pad=0), Counter(range(1, sum(LONG) + 1))),
-        (lambda place: mixed(folder, place), Counter(f"{n}{i}" for n, count in COUNTS.items() for i in range(count))),
-    ):
+    for made, whole in KINDS.values():
+        make = partial(made, folder)
         states: Any = ()
         read: list[Any] = []
         for topology in ((2, 2), (1, 0), (1, 3), (3, 0)):
@@ -229,7 +216,7 @@ def test_an_epoch_goes_on_with_one_topology_after_the_other(folder: Path, tmp_pa
                 torch.save(state, file)
             states = files
         read += rest(make, (2, 0), states)[0]
-        assert Counter(flat(read) if isinstance(read[0], dict) else read) == whole
+        assert counted(read) == whole
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -6,12 +6,10 @@ Needs torch and torchdata: ``uv pip install -e .[torch]``.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datatrove.data import Document
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -64,19 +62,6 @@ def test_packed_mixtures_resume_under_workers_in_every_epoch(folder: Path, worke
 
     report = assert_resume_is_exact(make, [1, 4, (2, 3), 12], epochs=2)
     print(f"{workers} workers, at_end={at_end}: {report}")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_and_workers_share_every_token_once(folder: Path, ranks: int) -> None:
-    seen: Counter[int] = Counter()
-    for rank in range(ranks):
-        for batch in StatefulDataLoader(packed(folder, rank, ranks, "drop"), batch_size=3, num_workers=2):
-            assert batch["input_ids"].shape[1:] == (8,)
-            assert batch["input_ids"].dtype == torch.int64
-            seen.update(batch["input_ids"].flatten().tolist())
-    del seen[0]
-    numbers = [(number + 1) * 1000 + i for number, rows in enumerate(ROWS.values()) for i in range(rows)]
-    assert seen == {row: row % 7 + 1 for row in numbers}
 
 
 def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder: Path) -> None:

@@ -76,27 +76,6 @@ def test_the_queue_of_any_engine_is_short(
     assert all(step.waiting <= 2 * step.target for step in run.steps)
 
 
-def rate_with_small_cache(limit: int | Admission, seed: int, sees_preemptions: bool = True) -> float:
-    """Answers grow beyond the cache, and the prompts of preempted requests are expensive."""
-
-    def lengths(chance: random.Random, now: float) -> tuple[int, int]:
-        return chance.randint(50, 400), int(chance.lognormvariate(5.5, 0.7)) + 1
-
-    engine = Engine(256, 8192, 4000, base=0.03, per_decode=5e-5, per_prompt_token=2.5e-4)
-    run = Simulation(engine, lengths, limit, seed=seed, sees_preemptions=sees_preemptions)
-    return run.run(120).rate(40)
-
-
-@pytest.mark.slow
-def test_after_preemptions_only_as_many_requests_run_as_the_cache_holds() -> None:
-    def rate(limit: Callable[[], int | Admission], sees_preemptions: bool = True) -> float:
-        return sum(rate_with_small_cache(limit(), seed, sees_preemptions) for seed in range(4))
-
-    best = max(rate(lambda: 32), rate(lambda: 128), rate(lambda: 512))
-    assert rate(Admission) >= 0.95 * best
-    assert rate(Admission, sees_preemptions=False) < 0.9 * best
-
-
 def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow() -> None:
     made = Admission()
     made.update(Metrics(100, 8, 1, 30), 108)  # of an earlier run on the same server
@@ -276,16 +255,6 @@ async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(
     await work.go_on(500)
     assert work.most == 40
     assert work.documents <= 40 * most / 16
-
-
-async def test_documents_with_several_requests_are_fewer() -> None:
-    async def four_at_once(ask: Ask) -> None:
-        await asyncio.gather(*(ask() for _ in range(4)))
-
-    work = Work(config(max_concurrent_generations="auto", rollouts_per_document=4), four_at_once)
-    await work.run(500)
-    assert work.most == 16
-    assert work.documents <= 20
 
 
 async def test_a_server_that_runs_nothing_more_gets_no_more_documents() -> None:

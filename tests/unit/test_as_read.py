@@ -204,18 +204,6 @@ async def takes(document: Document, generate: Any) -> Any:
     return await ask(document, generate)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("checkpoints", [True, False])
-def test_images_that_the_rollout_takes_out_pass(tmp_path: Path, server: FakeServer, checkpoints: bool) -> None:
-    step = runner(tmp_path, server, takes)
-    if not checkpoints:
-        step.checkpoints_local_dir = None
-    step.run(with_images(3))
-    files = sorted((tmp_path / "output").iterdir())
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    assert [line["metadata"]["width"] for line in lines] == [3, 3, 3]
-
-
 def test_another_image_after_a_restart_is_another_input(tmp_path: Path, server: FakeServer) -> None:
     log = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
@@ -17,10 +16,8 @@ from datatrove_ckpt.readers import (
     DamagedLine,
     IpcReader,
     JsonlReader,
-    ParquetReader,
     SeekingReader,
     position_state,
-    tables,
 )
 from datatrove_ckpt.torch import blocks, line_blocks
 from datatrove_ckpt.torch.blocks import BlockInput
@@ -217,13 +214,14 @@ def test_a_key_that_some_lines_lack_is_none_there(tmp_path: Path) -> None:
 def converted(reader: Any, patch: pytest.MonkeyPatch) -> list[int]:
     """Of each batch that a reader makes documents of from now on: its rows."""
     sizes: list[int] = []
-    convert = reader._convert
+    batches = reader._batches
 
-    def spied(self: Any, batch: Any, *arguments: Any) -> Any:
-        sizes.append(batch.num_rows)
-        return convert(self, batch, *arguments)
+    def spied(*arguments: Any) -> Any:
+        for found in batches(*arguments):
+            sizes.append(found[2].num_rows)
+            yield found
 
-    patch.setattr(reader, "_convert", spied)
+    patch.setattr(reader, "_batches", spied)
     return sizes
 
 
@@ -244,19 +242,3 @@ def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(
     resumed.load_state_dict(position_state(documents[4320]))
     assert [document.id for document in resumed.run()] == [document.id for document in documents[4321:]]
     assert sizes[5:] == [679]
-
-
-def test_documents_after_any_row_of_a_large_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows before the position are passed in larger batches than documents are made of."""
-    monkeypatch.setattr(tables, "_SKIPPED_ROWS", 300)
-    monkeypatch.setattr(tables, "_CONVERTED_ROWS", 100)
-    pq.write_table(pa.table({"text": [f"text {i}" for i in range(1000)]}), tmp_path / "a.parquet", row_group_size=900)
-
-    whole = list(ParquetReader(tmp_path.as_posix(), batch_size=100).run())
-    sizes = converted(ParquetReader, monkeypatch)
-    for done in (0, 99, 100, 899, 998):
-        resumed = ParquetReader(tmp_path.as_posix(), batch_size=100)
-        resumed.load_state_dict(position_state(whole[done]))
-        rest = list(resumed.run())
-        assert [document.id for document in rest] == [document.id for document in whole[done + 1 :]]
-    assert max(sizes) <= 100

@@ -30,7 +30,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.lines import read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, payload_hash
@@ -38,23 +38,6 @@ from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 
 # lines -------------------------------------------------------------------------------------------------------------
-
-
-def test_any_changed_byte_of_a_line_is_noticed() -> None:
-    line = seal('{"text":"naïve"}'.encode())
-    for index in range(len(line)):
-        changed = bytearray(line)
-        changed[index] ^= 1
-        assert unseal(bytes(changed)) is None, index
-
-
-def test_every_prefix_of_a_file_is_its_whole_lines_and_a_torn_tail(tmp_path: Path) -> None:
-    whole = [seal(b'{"n":%d}' % number) for number in range(3)]
-    content = b"".join(whole)
-    for size in range(len(content) + 1):
-        (tmp_path / "file").write_bytes(content[:size])
-        found = [line.body for line in read_lines(tmp_path / "file")]
-        assert found == [b'{"n":%d}' % number for number in range(size // len(whole[0]))]
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 100, b"\0\n\0\n", b'{"xxh":"0000000000000000","n":9}\n', b"\xff\n\n"])
@@ -72,17 +55,6 @@ def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path: Pa
 
 def finished(ordinal: int, outcome: str = "written") -> Finished:
     return Finished(ordinal, outcome, f"{ordinal:016x}", b'{"id":"%d"}' % ordinal, 1, 2, 3)  # type: ignore[arg-type]
-
-
-def test_a_journal_reads_back_in_input_order_what_finished_in_any_order(tmp_path: Path) -> None:
-    journal = ChunkJournal(tmp_path / "journal", 10)
-    journal.append([finished(12), finished(10)])
-    journal.append([finished(11, "dropped")])
-    expected = [finished(10), finished(11, "dropped"), finished(12)]
-    assert list(journal.read_in_order()) == expected
-    again = ChunkJournal(tmp_path / "journal", 10)
-    assert list(again.read_in_order()) == expected
-    assert again.recovered == {ordinal: f"{ordinal:016x}" for ordinal in (10, 11, 12)}
 
 
 @pytest.mark.matrix
@@ -171,15 +143,6 @@ def test_more_journals_than_open_files_are_all_written(tmp_path: Path, monkeypat
 def commit(chunk_index: int, read: int = 2) -> Commit:
     output = [OutputFile(f"{chunk_index}.jsonl", 10, "ff")]
     return Commit(chunk_index, chunk_index * 2, DocumentCounts(read=read, written=read), output, {"offset": 7}, "abc")
-
-
-def test_commits_come_back_as_they_were_and_the_unbroken_run_ends_at_the_first_gap(tmp_path: Path) -> None:
-    log = CommitLog(tmp_path / "commits.jsonl")
-    for index in (1, 0, 4, 2):
-        log.append(commit(index))
-    again = CommitLog(tmp_path / "commits.jsonl")
-    assert again.commits == {index: commit(index) for index in (1, 0, 4, 2)}
-    assert [done.chunk_index for done in again.unbroken()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
-from datatrove_ckpt.cli.yaml_config import read_value
 from tests.yaml_jobs import job_yaml, write_job
 
 _INFERENCE = "      - class_path: InferenceRunner\n"
@@ -83,14 +82,6 @@ def test_the_exit_code_and_the_last_line_say_how_a_run_ended(
     assert Path("logs/completions/00000").exists() == (code == 0)
 
 
-def test_a_dry_run_builds_everything_prints_it_and_runs_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--dry-run") == 0
-    steps = read_value(capsys.readouterr().out)["executor"]["init_args"]["pipeline"]
-    assert steps[1] == {"class_path": "my_steps.Step", "init_args": {"end": "done"}}
-    assert not Path("logs").exists()
-    assert not Path("output").exists()
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -125,19 +116,6 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run: Run, 
         node = node.get("init_args", node) if isinstance(node, dict) else node
         node = node[int(key)] if isinstance(node, list) else node[key]
     assert node == value
-
-
-@pytest.mark.parametrize(
-    ("flag", "instead"),
-    [("--start-over", "mv runs/x runs/x.1"), ("--repair", "datatrove-ckpt repair"), ("--repair=true", "repair WHAT")],
-)
-def test_a_flag_that_was_removed_says_what_to_do_instead(
-    flag: str, instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "job.yaml", flag])
-    assert ended.value.code == 2
-    assert instead in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -183,18 +161,6 @@ def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(
     assert "Traceback" in logged
     assert "CheckpointMismatch: The prompt is another one." in logged
     assert not Path("logs/completions/00000").exists()
-
-
-@pytest.mark.slow
-def test_our_errors_come_out_of_a_pool_of_workers_without_a_traceback(run: Run) -> None:
-    # The other rank is stopped, perhaps just before datatrove can close its log.
-    warnings = ["-W", "error", "-W", "ignore::ResourceWarning"]
-    command = [sys.executable, *warnings, "-m", "datatrove_ckpt", "run", "job.yaml"]
-    overrides = ["--executor.tasks=2", "--executor.workers=2", "--pipeline.1.end=own"]
-    ended = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=400, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("error: The prompt is another one.\n")
-    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.matrix
@@ -319,7 +285,6 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
         (["--version"], 0, "datatrove-ckpt 0."),
         (["run", "--help"], 0, "--pipeline.1.config.max_concurrent_generations=8"),
         (["--help"], 0, "show how far a run is, and which ranks need attention"),
-        (["plan", "job.yaml", "--mtbf", "6"], 2, "'6' is not a duration; give a number with s, m, h or d, such as 6h"),
         (["verify"], 2, "WHAT"),
         (["verify", "checkpoints", "--executor.tasks=4"], 2, "unrecognized arguments: --executor.tasks=4"),
         ([], 2, "usage: datatrove-ckpt"),

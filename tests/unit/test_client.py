@@ -29,7 +29,6 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
 )
 from datatrove_ckpt.inference.client import body as body_limits
-from datatrove_ckpt.inference.client import client as client_module
 from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
@@ -240,24 +239,7 @@ def test_an_answer_is_parsed(body: bytes | None, settings: dict[str, Any], resul
     assert sent == BODY
 
 
-@pytest.mark.parametrize(
-    ("url", "chat_url"),
-    [
-        ("http://h/v1/", "http://h/v1/chat/completions"),
-        ("https://h/a%2Fb/v2", "https://h/a%2Fb/v2/chat/completions"),
-        (
-            "https://h/openai/deployments/m?api-version=1",
-            "https://h/openai/deployments/m/chat/completions?api-version=1",
-        ),
-    ],
-)
-def test_the_path_of_a_url_is_taken_as_given(url: str, chat_url: str) -> None:
-    assert str(HiddenUrl(url).api("chat/completions").reveal()) == chat_url
-    plain = chat_url.replace("/chat/completions", "/completions")
-    assert str(HiddenUrl(url).api("completions").reveal()) == plain
-
-
-@pytest.mark.parametrize("base", ["http://h/v1", "http://h/a/b", "http://h"])
+@pytest.mark.parametrize("base", ["http://h/v1", "http://h/a%2Fb/c", "http://h"])
 @pytest.mark.parametrize("whole", ["chat/completions", "completions", "embeddings"])
 def test_a_url_may_be_the_whole_address_of_a_path(base: str, whole: str) -> None:
     url = HiddenUrl(f"{base}/{whole}")
@@ -396,14 +378,6 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: 
     assert outcome.stats.answers == 0
 
 
-@pytest.mark.parametrize("reason", [None, ""])
-def test_the_setting_says_that_answers_without_a_finish_reason_are_complete(reason: Any) -> None:
-    reply = answer(http(200, chat(finish_reason=reason)))
-    outcome = Outcome(reply, accept_null_finish_reason=True, **KINDS["custom"])
-    assert outcome.result == Completion("hi", reason, {"total_tokens": 3})
-    assert (outcome.stats.requests, outcome.stats.without_reason) == (1, 1)
-
-
 @pytest.mark.parametrize("accepted", [False, True])
 async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(accepted: bool) -> None:
     """Whatever the setting is."""
@@ -493,17 +467,6 @@ def test_an_answer_that_never_comes_is_given_up(reply: Reply, monkeypatch: pytes
     assert "no answer in time" in str(outcome.result)
 
 
-async def test_a_refused_connection_is_tried_again(log: list[str]) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound, not listening: refuses
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        sleeps = Sleeps()
-        async with client_of(config(), [url], None, sleep=sleeps, clock=sleeps.clock) as client:
-            with pytest.raises(ServerUnavailable, match=r"ClientConnectorError|ConnectionRefusedError"):
-                await client.complete(BODY)
-        assert "The server is unreachable" in log[0]
-
-
 @pytest.mark.parametrize(
     ("header", "low", "high"),
     [
@@ -534,12 +497,6 @@ def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: li
     assert sum(outcome.sleeps) == pytest.approx(10)
     assert len(outcome.server.requests) <= 4, "one more attempt when the patience ends"
     assert re.search(r"waiting, 3 s of 10 s \(server_patience_seconds\)", log[0])
-
-
-def test_the_backoff_grows_up_to_half_a_minute() -> None:
-    outcome = Outcome(answer(http(500, b"")))
-    assert all(0 <= seconds <= min(30, 0.5 * 2**n) for n, seconds in enumerate(outcome.sleeps))
-    assert max(outcome.sleeps) > 15
 
 
 @pytest.mark.parametrize("status", [429, 504])
@@ -609,10 +566,10 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
             writer.write(extra if first == "own" else own)
 
     async with talking(reply) as (server, client, _):
-        answers = [(await client.complete(b"%d" % number)).text for number in range(5)]
-        assert answers == ["0", "1", "2", "3", "4"]
-        assert len(server.requests) == 6
-        assert server.connections == 7 - wrong_at  # one for each request from then on
+        answers = [(await client.complete(b"%d" % number)).text for number in range(3)]
+        assert answers == ["0", "1", "2"]
+        assert len(server.requests) == 4
+        assert server.connections == 5 - wrong_at  # one for each request from then on
     assert "".join(log).count("has sent an answer without a request") == 1
 
 
@@ -620,27 +577,20 @@ def numbered(content: str) -> bytes:
     return orjson.dumps({"id": f"chatcmpl-{content}", **orjson.loads(chat(content))})
 
 
-async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_not_its_answer(log: list[str]) -> None:
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        number = int(server.requests[-1][1])
-        writer.write(http(200, numbered(f"{1 if len(server.requests) == 3 else number}")))
+@pytest.mark.parametrize("body", [lambda number: b"%d" % number, lambda number: Body([b"[", b"]"], [b"%d" % number])])
+async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_not_its_answer(
+    body: Callable[[int], Any], log: list[str]
+) -> None:
+    """Whether the request is a text or has a picture."""
 
-    async with talking(reply) as (server, client, _):
-        answers = [(await client.complete(b"%d" % number)).text for number in range(5)]
-        assert answers == ["0", "1", "2", "3", "4"]
-        assert len(server.requests) == 6
-    assert "".join(log).count("has sent an answer without a request") == 1
-
-
-async def test_an_answer_about_a_picture_sent_once_more_is_not_the_answer_about_the_next(log: list[str]) -> None:
     async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
         number = len(server.requests)
         writer.write(http(200, numbered(str(2 if number == 3 else number))))
 
     async with talking(reply) as (server, client, _):
-        pictures = [Body([b'{"text":"', b'"}'], [b"%d" % number]) for number in range(3)]
-        assert [(await client.complete(picture)).text for picture in pictures] == ["1", "2", "4"]
-        assert len(server.requests) == 4
+        assert [(await client.complete(body(number))).text for number in range(4)] == ["1", "2", "4", "5"]
+        assert len(server.requests) == 5
+    assert "".join(log).count("has sent an answer without a request") == 1
 
 
 async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers() -> None:
@@ -846,23 +796,10 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
                 given_up.set()
             return raw
 
-        monkeypatch.setattr(client_module, "post", posted_too_late)
+        monkeypatch.setattr("datatrove_ckpt.inference.client.client.post", posted_too_late)
         asking = asyncio.create_task(client.complete(BODY))
         await given_up.wait()
         await client.servers.disconnect(target)
         client.servers.mark_up(target, HiddenUrl(second), None)
         assert (await asking).text == "right"
         assert (client.stats.answers, client.stats.resent, client.stats.cancelled) == (1, 1, 0)
-
-
-async def test_hundreds_of_requests_at_once_need_no_more_sockets_than_slots_and_go_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transport, "_KEEPALIVE", 600.0)  # on a busy machine, a connection may be idle for seconds
-
-    async with talking(GOOD, max_concurrent_generations=20) as (server, client, _):
-        await asyncio.gather(*(client.complete(b"%d" % n) for n in range(300)))
-        assert server.connections <= 20
-        order = [int(body) for _, body in server.requests]
-        assert sorted(order) == list(range(300))
-        assert max(abs(place - number) for place, number in enumerate(order)) <= 20

@@ -99,16 +99,6 @@ def test_any_two_types_are_united_in_either_order_or_in_none() -> None:
         assert outcomes[0] == outcomes[1], (one, other)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 1000])
-def test_the_schema_is_that_of_all_rows_whatever_the_batch(batch_size: int) -> None:
-    types = ColumnTypes()
-    rows: list[dict[str, Any]] = [{"a": None}, {"b": 1}, {"a": "x", "b": 0.5}, {"c": {"k": None}}, {"c": {"l": 1}}]
-    for start in range(0, len(rows), batch_size):
-        types.add(rows[start : start + batch_size])
-    read = {field.name: str(field.type) for field in types.schema()}
-    assert read == {"a": "string", "b": "double", "c": "struct<k: string, l: int64>"}
-
-
 def test_only_a_writer_that_infers_its_schema_gets_another_one(tmp_path: Path) -> None:
     class Own(ParquetWriter):
         def _write(self, document: Any, file_handler: Any, filename: str) -> None:

@@ -70,14 +70,6 @@ def test_a_damaged_cache_is_set_aside_and_said_once(path: Path, log: list[str], 
     assert len([line for line in log if "is damaged" in line]) == 1
 
 
-def test_an_empty_file_is_what_a_kill_at_the_first_start_leaves(path: Path) -> None:
-    path.write_bytes(b"")
-    cache = RequestCache(path)
-    assert cache.ordinals() == set()
-    cache.close()
-    assert aside(path) == []
-
-
 def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(path: Path, log: list[str]) -> None:
     data = bytearray(path.read_bytes())
     for page in range(3, len(data) // 4096):  # the pages of answers; those of the schema and the index stay

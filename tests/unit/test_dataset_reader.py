@@ -282,17 +282,6 @@ def test_other_rows_of_a_map_style_dataset_are_refused(on_disk: bool, tmp_path: 
         resume(options, document)
 
 
-def test_a_copy_of_the_files_elsewhere_is_the_same_input(tmp_path: Path) -> None:
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=True)
-    documents = read(HuggingFaceDatasetReader, options)
-    (tmp_path / "in").rename(tmp_path / "moved")
-    moved = arguments(tmp_path / "moved", "parquet", streaming=True)
-    with pytest.raises(CheckpointMismatch, match="dataset_options"):
-        resume(moved, documents[3])
-    (tmp_path / "in").symlink_to(tmp_path / "moved")
-    assert resume(options, documents[3]) == documents[4:]
-
-
 def test_changed_settings_are_refused_by_name(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "parquet")
     options = arguments(folder, "parquet", streaming=True)
@@ -350,16 +339,6 @@ def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made() -> N
 
 
 # Commits and retries -----------------------------------------------------------------------------------------------
-
-
-def test_the_first_rank_decides_which_commit_all_read(tmp_path: Path) -> None:
-    first, second = "a" * 40, "b" * 40
-    folder = tmp_path / "checkpoints"
-    assert Revisions(folder).commit("org/data", "main", lambda: first) == first
-    assert Revisions(folder).commit("org/data", "main", lambda: second) == first
-    assert Revisions(folder).commit("org/data", "v2", lambda: second) == second
-    assert Revisions(folder).commit("org/other", "main", lambda: None) is None
-    assert {path.suffix for path in folder.iterdir()} == {".json"}
 
 
 def test_a_rank_that_is_second_while_it_asks_takes_the_firsts(tmp_path: Path) -> None:
@@ -424,18 +403,6 @@ def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes() -> N
     waits, error = retried(itertools.repeat(outage))
     assert error is outage
     assert sum(waits) == pytest.approx(600)
-
-
-@pytest.mark.parametrize(("advised", "seconds"), [(Answer(503, "30"), 600), (Answer(429, "300"), 3600)], ids=repr)
-def test_a_server_that_always_asks_to_wait_is_given_up(advised: Exception, seconds: float) -> None:
-    waits, error = retried(itertools.repeat(advised, 1000))
-    assert error is advised
-    assert sum(waits) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("error", [Answer(401), Answer(404), FileNotFoundError("x"), ValueError("x")], ids=repr)
-def test_errors_that_stay_are_raised_at_once(error: Exception) -> None:
-    assert retried(iter([error])) == ([], error)
 
 
 # How much of the input is done ---------------------------------------------------------------------------------------

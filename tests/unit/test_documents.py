@@ -118,11 +118,6 @@ def test_what_cannot_be_kept_is_named() -> None:
         encode(Document("lone surrogate \ud800", "id"))
 
 
-def test_media_come_back_as_media() -> None:
-    document = Document("t", "i", media=[Media("m", 0, "u", media_bytes=b"\xff", metadata={"w": np.int32(3)})])
-    assert decode(encode(document)) == document
-
-
 texts = st.text(st.characters(codec="utf-8"))
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,

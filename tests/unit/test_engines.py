@@ -207,12 +207,6 @@ def test_model_kwargs_may_not_name_the_address_or_the_key(
         any_command(engine, monkeypatch, **{name: "x"})
 
 
-def test_the_dummy_ignores_the_flags_of_other_engines() -> None:
-    kwargs = {"max_num_seqs": 7, "enforce-eager": True, "port": 1, "host": "::", "speculative_config": "{}"}
-    argv = command_of(config("dummy", model_kwargs={**kwargs, "latency_ms": 5})).argv
-    assert argv[3:] == ("--port", "4321", "--latency-ms=5")
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -229,12 +223,28 @@ def test_model_kwargs_become_flags(value: Any, expected: tuple[str, ...]) -> Non
     assert command_of(config(model_kwargs={"a_b": value})).argv == (*plain, *expected)
 
 
-def test_parallelism_is_passed_only_when_there_is_some() -> None:
-    vllm = command_of(config(tp=2, dp=3, pp=4)).argv
-    assert " ".join(vllm).endswith("--tensor-parallel-size 2 --data-parallel-size 3 --pipeline-parallel-size 4")
-    sglang = command_of(config("sglang", tp=2, dp=3, pp=4)).argv
-    assert " ".join(sglang).endswith("--tp-size 2 --dp-size 3 --pp-size 4")
-    assert "parallel" not in " ".join(command_of(config()).argv)
+HEAD, WORKER = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
+OF_OTHERS = {"max_num_seqs": 7, "enforce-eager": True, "port": 1, "host": "::", "speculative_config": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "nodes", "end"),
+    [
+        ("vllm", {"tp": 2, "dp": 3}, SINGLE_NODE, "--tensor-parallel-size 2 --data-parallel-size 3"),
+        ("vllm", {"tp": 2, "pp": 4}, SINGLE_NODE, "--tensor-parallel-size 2 --pipeline-parallel-size 4"),
+        ("sglang", {"tp": 2, "dp": 3, "pp": 4}, SINGLE_NODE, "--tp-size 2 --dp-size 3 --pp-size 4"),
+        ("vllm", {}, HEAD, "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 9810"),
+        ("vllm", {}, WORKER, "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 9810 --headless"),
+        ("sglang", {}, WORKER, "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:9810"),
+        ("dummy", {"model_kwargs": {**OF_OTHERS, "latency_ms": 5}}, SINGLE_NODE, "--port 4321 --latency-ms=5"),
+    ],
+)
+def test_settings_become_the_flags_of_their_engine(
+    engine: str, settings: dict[str, Any], nodes: Nodes, end: str
+) -> None:
+    argv = " ".join(command_of(config(engine, **settings), None, nodes).argv)
+    assert argv.endswith(f" {end}")
+    assert "parallel" not in argv or "tp" in settings
 
 
 def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
@@ -245,16 +255,6 @@ def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch: pytest.MonkeyPat
     assert launch(with_ray, nodes).argv == expected
     assert "distributed-executor-backend: ray is left out" in log[-1]
     assert "--distributed-executor-backend=ray" in launch(with_ray).argv
-
-
-def test_several_nodes_get_the_address_of_the_head_node_and_only_that_one_serves() -> None:
-    head, worker = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
-    here = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 9810"
-    assert " ".join(command_of(config(), "vllm", head).argv).endswith(here)
-    there = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 9810 --headless"
-    assert " ".join(command_of(config(), "vllm", worker).argv).endswith(there)
-    sglang = command_of(config("sglang"), None, worker).argv
-    assert " ".join(sglang).endswith("--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:9810")
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,6 @@ def test_what_is_printed_runs_as_the_file_itself(printed: Printed) -> None:
     assert kept() == first
 
 
-def test_overrides_are_there(printed: Printed) -> None:
-    assert runner(printed("job.yaml", "--pipeline.1.config.tp=2"))["config"]["tp"] == 2
-
-
 def test_secrets_are_hidden_and_a_file_without_them_is_refused_until_they_are_given(
     printed: Printed, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,6 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from tests.histories import History, progress, read_history
 from tests.rank_folders import failed
 
@@ -43,23 +42,6 @@ def records() -> list[Record]:
 def written(path: Path, content: list[Record]) -> Path:
     path.write_bytes(b"".join(record.to_line() for record in content))
     return path
-
-
-def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    history = read_history(written(tmp_path / "history.jsonl", records()))
-    assert history == History(records())
-    assert history.last == records()[-2]
-    assert history.last_attempt == 2
-
-
-def test_attempts_have_what_belongs_to_them_and_one_without_an_end_was_killed(tmp_path: Path) -> None:
-    first, second = read_history(written(tmp_path / "history.jsonl", records())).attempts
-    assert (first.start.host, first.start.job, first.end) == ("node7", "17_3", None)
-    assert (first.first_at, first.last_at) == (1.0, 62.0)
-    assert [event.what for event in first.servers] == ["death"]
-    assert len(first.progress) == 2
-    assert first.spread is not None
-    assert (second.end.why, second.end.what) == ("stopped", "SIGTERM")
 
 
 def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path: Path) -> None:
@@ -85,14 +67,6 @@ def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path: Path) -> None:
     end = read_history(written(tmp_path / "history.jsonl", [failed(1.0, "E: a\n  b\x1b[2J")])).records[0]
     assert isinstance(end, End)
     assert end.what == "E: a\n  b [2J", "a cause of several lines is kept as it is"
-
-
-def test_the_share_of_an_input_is_none_where_its_size_or_the_position_is_not_known() -> None:
-    assert InputPosition(10, 40, "bytes").share == 0.25
-    assert InputPosition(50, 40, "rows").share == 1.0
-    assert InputPosition(0, 0, "bytes").share == 1.0
-    assert InputPosition(10, None, "bytes").share is None
-    assert InputPosition().share is None
 
 
 # ``HistoryLog``: what is appended to a rank's history, and how its size is bounded -----------------------------------
@@ -149,17 +123,6 @@ def test_damage_in_the_middle_stays_and_costs_no_other_line(path: Path) -> None:
     assert [record.chunks for record in progress_of(path)] == [1, 3, 4]
 
 
-def test_sums_go_on_over_attempts(path: Path) -> None:
-    work = WorkCounts(documents=2, requests=5, errors={"timeout": 1})
-    for attempt in (1, 2, 3):
-        log = HistoryLog(path, attempt)
-        log.append([Progress(at=1.0), Progress(at=2.0, own=work, position=InputPosition(attempt, 9, "rows"))])
-    last = read_history(path).last
-    assert last.own == work
-    assert last.total == WorkCounts(documents=6, requests=15, errors={"timeout": 3})
-    assert HistoryLog(path, 4).position == InputPosition(3, 9, "rows")
-
-
 def test_a_week_of_minutes_is_less_than_a_megabyte(path: Path) -> None:
     log, largest = HistoryLog(path, 1), 0
     log.append([Start(at=1.8e9, host="node", pid=1)])
@@ -182,17 +145,6 @@ def test_a_week_of_minutes_is_less_than_a_megabyte(path: Path) -> None:
     assert attempt.spread is not None
 
 
-@pytest.mark.slow
-def test_a_rank_that_never_lives_long_is_bounded_too(path: Path) -> None:
-    for attempt in range(1, 901):
-        events: list[Record] = [Start(at=attempt * 1.0, host="node", pid=1), minute(attempt)]
-        HistoryLog(path, attempt).append([*events, End(at=attempt + 0.5, why="error", what="x" * 1000)])
-    assert path.stat().st_size <= MAX_BYTES
-    history = read_history(path)
-    assert history.last_attempt == 900
-    assert 200 < len(history.attempts) < 900
-
-
 def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
     content: list[Record] = []
     for attempt in (1, 2, 3):
@@ -207,9 +159,3 @@ def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
             assert record.to_line() in kept
     found = set(kept)
     assert [line for line in (record.to_line() for record in content) if line in found] == kept, "another order"
-
-
-def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path: Path) -> None:
-    skipped = SkippedLines(damaged=3, without_text=4)
-    HistoryLog(tmp_path / "history.jsonl", 1).append([Progress(at=1.0, skipped=skipped)])
-    assert HistoryLog(tmp_path / "history.jsonl", 2).skipped == skipped

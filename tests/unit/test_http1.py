@@ -6,8 +6,6 @@ import gc
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client.plain import (
@@ -141,17 +139,6 @@ def test_a_body_without_a_length_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
             parser.feed(body)
 
 
-def test_a_long_answer_in_many_pieces_is_read_in_linear_time() -> None:
-    body = bytes(range(256)) * 40_000
-    pieces = [body[i : i + 1000] for i in range(0, len(body), 1000)]
-    for raw in (
-        [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), *pieces],
-        [CHUNKED, *(b"3E8\r\n%s\r\n" % piece for piece in pieces), b"0\r\n\r\n"],
-        [CHUNKED, b"%x\r\n" % len(body), *pieces, b"\r\n0\r\n\r\n"],
-    ):
-        assert feed(raw).response().body == body
-
-
 @pytest.mark.parametrize(
     ("head", "endless"),
     [
@@ -184,37 +171,3 @@ def test_a_parser_is_freed_without_a_collector() -> None:
     finally:
         gc.unfreeze()
         gc.enable()
-
-
-def outcome(pieces: list[bytes]) -> Response | str:
-    """What a connection that carries these pieces and then closes gives: a response, "malformed" or "incomplete"."""
-    if len(pieces) == 1 and (usual := usual_response(pieces[0])) is not None:
-        return usual
-    parser = ResponseParser()
-    try:
-        complete = any(parser.feed(piece) for piece in pieces)
-    except UnaskedBytes:
-        complete = True
-    except RemoteProtocolError:
-        return "malformed"
-    return parser.response() if complete or parser.end() else "incomplete"
-
-
-@st.composite
-def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
-    """Some bytes are removed, and others inserted in their place, at one to three places."""
-    tokens = [b"\r\n", b"\n", b":", b"-1", b"chunked", b"Content-Length: 9\r\n", b"HTTP/1.1 100 X\r\n\r\n"]
-    for _ in range(draw(st.integers(1, 3))):
-        start, removed = draw(st.integers(0, len(raw))), draw(st.integers(0, 3))
-        raw = raw[:start] + draw(st.sampled_from([b"", *tokens]) | st.binary(max_size=2)) + raw[start + removed :]
-    return raw
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from(list(ANSWERS.values())), st.data())
-def test_a_damaged_response_has_one_outcome_and_one_kind_of_error(
-    case: tuple[bytes, Response, bool], data: st.DataObject
-) -> None:
-    raw = data.draw(damaged(case[0]))
-    place = data.draw(st.integers(0, len(raw)))
-    assert outcome([raw[:place], raw[place:]]) == outcome([raw]) == outcome([raw[i : i + 1] for i in range(len(raw))])

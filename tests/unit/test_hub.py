@@ -6,8 +6,6 @@ import heapq
 import random
 import re
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,8 @@ from datatrove_ckpt.common.retrying import HUB, Attempts, FileSystemFailed, advi
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
-from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, given_up, hub_failure
+from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, hub_failure
+from datatrove_ckpt.output.stoppable import given_up
 from datatrove_ckpt.preflight.doctor import check_commits
 
 
@@ -83,13 +82,6 @@ def test_the_hubs_advice_is_found_wherever_it_stands(error: OSError, seconds: fl
     assert advised_seconds(error) == seconds
 
 
-def test_a_date_is_advice_too() -> None:
-    then = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
-    advised = advised_seconds(answer(429, Retry_After=then))
-    assert advised is not None
-    assert 3000 < advised <= 3600
-
-
 @pytest.mark.parametrize(
     ("error", "final"),
     [
@@ -116,7 +108,7 @@ def test_waiting_that_the_hub_asked_for_costs_no_patience() -> None:
     now[0] += 20
     with pytest.raises(FileSystemFailed) as raised:
         attempts.failed("a commit", answer(503))
-    said = str(given_up(FOLDER, "a commit", raised.value))
+    said = str(given_up(f"{FOLDER.url}: a commit", raised.value, hub_failure, FOLDER.advice))
     assert re.match(r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT", said)
     attempts.succeeded()
     assert attempts.failed("a commit", answer(503)) <= 1
@@ -128,7 +120,7 @@ def test_a_storage_that_goes_on_refusing_is_final() -> None:
         attempts.failed("an upload", refused)
     with pytest.raises(FileSystemFailed):
         attempts.failed("an upload", refused)
-    assert "The token may not write to org/name" in str(given_up(FOLDER, "an upload", refused))
+    assert "The token may not write to org/name" in str(given_up(FOLDER.url, refused, hub_failure, FOLDER.advice))
 
 
 def test_ranks_that_were_refused_together_do_not_return_together() -> None:

@@ -24,7 +24,6 @@ from datatrove_ckpt.checkpoint.identity import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_text, code_values, code_walk
 from datatrove_ckpt.generation.run_identity import code_identity
-from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import documents, runner
@@ -85,24 +84,6 @@ def load_changed(folder: Path, name: str, *changes: tuple[str, str], source: str
     path = folder / f"{name}.py"
     path.write_text(source)
     return load(path)
-
-
-def test_another_rollout_is_another_run(tmp_path: Path, server: FakeServer) -> None:
-    """Each way in which it can be another one: test_code_edits.py."""
-    runner(tmp_path, server, load_changed(tmp_path, "first").rollout).run(documents(1))
-    second = load_changed(tmp_path, "second", ("return PROMPT + text", "return text + PROMPT")).rollout
-    with pytest.raises(CheckpointMismatch, match=r"  uses\.helper code: "):
-        runner(tmp_path, server, second).run(documents(1))
-
-
-def test_a_rollout_of_this_package_is_described_by_its_settings_alone() -> None:
-    fields = code_identity(PromptRollout("Say {text}"), None).fields
-    assert fields == {
-        "rollout_fn": "datatrove_ckpt.rollouts.PromptRollout",
-        "rollout_fn.generation_params": None,
-        "rollout_fn.prompt": "Say {text}",
-        "rollout_fn.system_prompt": None,
-    }
 
 
 def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path: Path, server: FakeServer) -> None:

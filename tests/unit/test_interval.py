@@ -41,19 +41,6 @@ def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(dur
     assert sum(durations) <= TUNING.share * elapsed + sum(durations[-RECENT:])
 
 
-def test_one_slow_save_does_not_make_the_next_interval_as_long_as_can_be() -> None:
-    interval = Interval("auto", TUNING)
-    for duration in [0.002] * 10 + [1.0]:
-        interval.took(duration)
-    assert interval.seconds < 12
-
-
-def test_a_number_stays_what_it_is() -> None:
-    interval = Interval(2.5, TUNING)
-    interval.took(100.0)
-    assert interval.seconds == 2.5
-
-
 @pytest.mark.parametrize("value", ["fast", -1, math.nan, True, None])
 def test_what_is_no_seconds_is_refused_by_name(value: Any) -> None:
     for fine in ("auto", 0, 0.5, 3):

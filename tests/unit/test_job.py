@@ -14,8 +14,6 @@ from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.job import compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
 
 
 def identity(**fields: Any) -> RunIdentity:
@@ -43,16 +41,6 @@ class Rank:
 
     def finish(self) -> None:
         self.lock.release(remove=True)
-
-
-def test_another_rank_with_another_number_of_tasks_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server).run(documents(2), rank=0, world_size=2)
-    with pytest.raises(CheckpointMismatch, match=r"other tasks in .* \(task 0\) were made by another run:\n  tasks"):
-        runner(tmp_path, server).run(documents(2), rank=1, world_size=3)
-    with pytest.raises(CheckpointMismatch, match='model: "fake" -> "other"'):
-        runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(2), rank=1, world_size=2)
-    assert not rank_folder(tmp_path / "checkpoints", 1).exists()  # verify would call it a rank too many
-    runner(tmp_path, server).run(documents(2), rank=1, world_size=2)
 
 
 def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
@@ -99,32 +87,3 @@ def test_ranks_that_hold_nothing_and_have_ended_refuse_nobody(tmp_path: Path) ->
     second.die()
     other.start(identity(tasks=4))
     assert compare_job(tmp_path, identity()).ranks == [2], "it is at work"
-
-
-def test_a_rank_that_holds_work_refuses_another_job(tmp_path: Path) -> None:
-    first = Rank(tmp_path, 0)
-    first.start(identity())
-    first.work()
-    first.die()
-    with pytest.raises(CheckpointMismatch, match="tasks: 3 -> 4"):
-        Rank(tmp_path, 1).start(identity(tasks=4))
-    (tmp_path / "job.json").unlink()  # as in a folder of an earlier version
-    with pytest.raises(CheckpointMismatch, match="tasks: 3 -> 4"):
-        Rank(tmp_path, 2).start(identity(tasks=4))
-
-
-def test_an_accepted_change_holds_for_the_job(tmp_path: Path) -> None:
-    first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
-    first.start(identity())
-    first.work()
-    journal_path(first.folder, 0).rename(first.folder / "commits.jsonl")
-    first.finish()
-    with pytest.raises(CheckpointMismatch, match='model: "m" -> "n"'):
-        second.start(identity(model="n"))
-    second.start(identity(model="n"), accept_changes=True)
-    second.work()
-    Rank(tmp_path, 2).start(identity(model="n"))
-    assert not compare_job(tmp_path, identity(model="n")).ranks
-    assert compare_job(tmp_path, identity()).ranks == [1, 2]
-    (tmp_path / "job.json").unlink()
-    assert compare_job(tmp_path, identity(model="n")).ranks == [0]

@@ -22,9 +22,9 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from datatrove_ckpt import errors
 from datatrove_ckpt.claims.claims import LAUNCH
-from datatrove_ckpt.cli.execution import exit_code
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -112,6 +112,13 @@ def test_rules_are_those_that_the_schema_cannot_say(command: Command) -> None:
         assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
 
 
+def test_what_follows_from_an_exit_code(command: Command) -> None:
+    rules = job_of(command("k8s", CONFIG))["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
+    found = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {"values": ()})["values"]}
+    assert found == {**dict.fromkeys((129, 130, 138, 143), "Ignore"), 2: "FailJob", 3: "FailIndex"}
+
+
 def test_the_file_in_the_config_map_is_the_same_run(command: Command) -> None:
     config_map, _ = manifests(command("k8s", CONFIG, "--pipeline.1.records_per_chunk=10"))
     Path("job.yaml").write_text(config_map["data"]["job.yaml"])
@@ -157,14 +164,6 @@ def test_packages_beside_the_file_lie_where_pods_import_them(command: Command) -
         assert manifests(printed)[0]["data"].keys() == {"job.yaml", "k8s_package..deep..x.py"}
         assert printed.err == "k8s_odd: is not in the ConfigMap: it must be in the image.\n"
         Path("k8s_odd", name).unlink()
-
-
-def test_a_large_module_must_be_in_the_image(command: Command) -> None:
-    Path("k8s_large.py").write_text("async def rollout(document, generate): ...\n" + "# much\n" * 40_000)
-    on_volume("k8s_large.rollout")
-    printed = command("k8s", "job.yaml")
-    assert manifests(printed)[0]["data"].keys() == {"job.yaml"}
-    assert "k8s_large: is not in the ConfigMap: it must be in the image." in printed.err
 
 
 def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> None:
@@ -336,5 +335,4 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_exit_codes_of_a_worker_are_told_apart(error: errors.CkptError, code: int) -> None:
-    assert exit_code(error, True) == code
-    assert exit_code(error, False) == 1, "scripts know it"
+    assert code_of_rank(error) == code

@@ -34,15 +34,6 @@ def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_la
     assert "never retrieved" not in caplog.text
 
 
-def test_results_and_errors_come_out() -> None:
-    async def main(divisor: int) -> int:
-        return 4 // divisor
-
-    assert event_loop.run(main(2)) == 2
-    with pytest.raises(ZeroDivisionError):
-        event_loop.run(main(0))
-
-
 # The watch ends a process that was asked to stop and whose event loop does not end, and only then --------------------
 
 

@@ -54,12 +54,6 @@ def test_stop_ends_with_the_first_source_that_ends() -> None:
     assert list(mix("stop", (5, 0))) == list(mix("stop", (5, 0)))
 
 
-def test_drop_gives_every_sample_once() -> None:
-    samples = list(mix("drop"))
-    assert len(samples) == len(set(samples)) == len(mix("drop")) == 25
-    assert list(mix("drop", (0, 0))) == []
-
-
 def test_repeat_begins_short_sources_again_until_each_has_ended_once() -> None:
     samples = list(mix("repeat", (40, 4)))
     counts = Counter(samples)

@@ -42,25 +42,6 @@ def admit(chunks: ChunkTracker, ordinal: int) -> ChunkSlot:
     return slot
 
 
-def described(chunks: list[Chunk]) -> list[tuple[int, int, int, str]]:
-    return [(chunk.index, chunk.first_ordinal, chunk.read, chunk.last_input) for chunk in chunks]
-
-
-def test_a_chunk_is_complete_when_its_last_document_finishes_whatever_the_order(tmp_path: Path) -> None:
-    chunks, complete = tracker(tmp_path)
-    slots = [admit(chunks, ordinal) for ordinal in range(5)]
-    assert [(slot.ordinal, slot.chunk.index) for slot in slots] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
-    for ordinal in (3, 1, 2, 4):
-        chunks.document_finished(slots[ordinal].chunk)
-    assert described(complete) == [(1, 2, 2, "input 3")]
-    chunks.end_of_input()
-    assert described(complete) == [(1, 2, 2, "input 3"), (2, 4, 1, "input 4")]
-    assert not chunks.all_complete
-    chunks.document_finished(slots[0].chunk)
-    assert described(complete)[-1] == (0, 0, 2, "input 1")
-    assert chunks.all_complete
-
-
 def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_compared(tmp_path: Path) -> None:
     done = {1: Commit(1, 2, DocumentCounts(read=1), last_input="input 2")}
     chunks, complete = tracker(tmp_path, ResumePoint(done=done))
@@ -126,27 +107,6 @@ def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] 
         checkpoint.raise_failure()
 
 
-def test_a_rank_is_opened_interrupted_resumed_and_finished(tmp_path: Path) -> None:
-    checkpoint = opened(tmp_path)
-    assert checkpoint.resumed.is_fresh
-    slots = [checkpoint.admit(f"input {n}") for n in range(3)]
-    assert [(slot.ordinal, slot.chunk.index, slot.cached) for slot in slots if slot][2] == (2, 1, False)
-    assert slots[1] is not None
-    checkpoint.finish(slots[1], Finished(1, "dropped", "input 1", b"null"))
-    checkpoint.close()
-    checkpoint = opened(tmp_path)
-    assert list(checkpoint.resumed.journals) == [0]
-    run(checkpoint, 5)
-    counts = checkpoint.counts
-    checkpoint.close(completed=True)
-    assert (counts.read, counts.written, counts.dropped) == (5, 4, 1)
-    left = ["commits.jsonl", "history.jsonl", "run.json", "shard.json"]
-    assert sorted(path.name for path in (tmp_path / "00000").iterdir()) == left
-    again = opened(tmp_path)
-    assert (again.resumed.next_ordinal, again.counts) == (5, counts)
-    again.close(completed=True)
-
-
 def no_locks(fd: int, how: int) -> None:
     raise OSError(errno.ENOLCK, "no locks")
 
@@ -174,7 +134,7 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
     newer = placement.newer
     assert list(newer.resumed.journals) == [0]
     assert (tmp_path / "00000/chunk_00000.jsonl").stat().st_size > 0
-    assert newer.lease.read_commits(tmp_path / "00000/commits.jsonl") == {}
+    assert newer.lease.read_rank("", 0, tmp_path / "00000", Want.COMMITS).commits == {}
     run(newer, 2)
     newer.close(completed=True)
     assert set(read_commits(tmp_path / "00000/commits.jsonl")) == {0}
@@ -204,10 +164,16 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
         monkeypatch.setattr(fcntl, "flock", no_locks)
     checkpoint = opened(tmp_path)
     run(checkpoint, 2)
-    log = tmp_path / "00000/commits.jsonl"
-    assert set(checkpoint.lease.read_commits(log)) == {0}
-    log.write_bytes(b"")  # as by another process
-    assert set(checkpoint.lease.read_commits(log)) == ({0} if locks else set())
+
+    def known() -> set[int]:
+        found = checkpoint.lease.read_rank("", 0, tmp_path / "00000", Want.COMMITS)
+        assert found.run
+        return set(found.commits)
+
+    assert known() == {0}
+    (tmp_path / "00000/commits.jsonl").write_bytes(b"")  # as by another process
+    (tmp_path / "last_chunk/00000.txt").unlink()
+    assert known() == ({0} if locks else set())
     checkpoint.close(completed=True)
 
 
@@ -236,7 +202,7 @@ def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(
     newer.close()
 
 
-READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_history", "read_finished"]
+READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_history", "read_finished", "read_commits"]
 
 
 @pytest.mark.parametrize("want", [CHECKED | Want.HISTORY, Want.HISTORY | Want.JOURNALS], ids=["checked", "summed"])
@@ -279,7 +245,7 @@ def ledger_reads(folder: Path, moment: int, want: Want, monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         for name in READS:
             patched.setattr(ledger, name, partial(reading, getattr(ledger, name)))
-        rank = ledger.read_rank("", 0, folder / "00000", want, read=partial(reading, read_commits))
+        rank = ledger.read_rank("", 0, folder / "00000", want)
     may_publish.set()
     checkpoint.close()
     assert rank.damage is None

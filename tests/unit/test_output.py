@@ -21,7 +21,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed
 from datatrove_ckpt.output.listing import list_output
-from datatrove_ckpt.output.stoppable import StorageCalls
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
@@ -65,17 +65,17 @@ def leased(check: Callable[[], None] = lambda: None) -> Any:
     return SimpleNamespace(check=check)
 
 
-def remote_folder(scratch: Path, lease: Any, calls: StorageCalls) -> RemoteTarget:
+def remote_folder(scratch: Path, lease: Any, calls: StoppableCalls) -> RemoteTarget:
     return RemoteTarget(DataFolder("breaking://output"), scratch, lease, calls)
 
 
 @pytest.fixture
-def calls() -> StorageCalls:
-    return StorageCalls()
+def calls() -> StoppableCalls:
+    return StoppableCalls()
 
 
 @pytest.fixture
-def folder(files: type[Breaking], tmp_path: Path, policy: ChangePolicy, calls: StorageCalls) -> RemoteTarget:
+def folder(files: type[Breaking], tmp_path: Path, policy: ChangePolicy, calls: StoppableCalls) -> RemoteTarget:
     policy("STORAGE", first=0.001)
     return remote_folder(tmp_path, leased(), calls)
 
@@ -130,7 +130,7 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
 
 
 def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
-    files: type[Breaking], local: Path, tmp_path: Path, calls: StorageCalls, policy: ChangePolicy
+    files: type[Breaking], local: Path, tmp_path: Path, calls: StoppableCalls, policy: ChangePolicy
 ) -> None:
     def taken() -> None:
         raise Fenced("Another process has taken over")
@@ -159,7 +159,7 @@ def test_a_file_of_another_size_is_refused(files: type[Breaking], folder: Remote
 
 
 def test_a_stop_ends_the_wait_for_an_upload(
-    files: type[Breaking], folder: RemoteTarget, calls: StorageCalls, local: Path
+    files: type[Breaking], folder: RemoteTarget, calls: StoppableCalls, local: Path
 ) -> None:
     begun, release = threading.Event(), threading.Event()
 
@@ -177,7 +177,7 @@ def test_a_stop_ends_the_wait_for_an_upload(
 
 
 def test_a_stop_ends_the_pause_between_attempts(
-    files: type[Breaking], folder: RemoteTarget, calls: StorageCalls, local: Path, policy: ChangePolicy
+    files: type[Breaking], folder: RemoteTarget, calls: StoppableCalls, local: Path, policy: ChangePolicy
 ) -> None:
     policy("STORAGE", first=1000.0, longest=1000.0, patience=1000.0)
 
@@ -264,7 +264,7 @@ class Uploads:
 def on_s3(uploads: Uploads, scratch: Path, *left: str) -> S3Target:
     """``left``: the files that an earlier process has staged."""
     folder = SimpleNamespace(fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/"))
-    target = S3Target(folder, scratch, leased(), StorageCalls(), "probe")
+    target = S3Target(folder, scratch, leased(), StoppableCalls(), "probe")
     for name in left:
         staged = target.staging.with_name("earlier") / "0" / name
         staged.parent.mkdir(parents=True, exist_ok=True)
@@ -300,23 +300,6 @@ def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path: Path, log: lis
     with pytest.raises(OutputFailed, match="s3://bucket/output cannot be written to: PermissionError"):
         on_s3(uploads, tmp_path).prepare()
     assert log == []
-
-
-def test_an_upload_that_fails_in_a_run_is_retried_while_generation_continues(
-    files: type[Breaking], tmp_path: Path, server: FakeServer
-) -> None:
-    all_asked = threading.Event()
-
-    def fail(path: str) -> None:
-        if not all_asked.wait(0.01) and sum(server.asked.values()) < 10:
-            raise ConnectionError
-        all_asked.set()
-
-    files.before = fail
-    output = JsonlWriter("breaking://output", "${rank}_${chunk_index}.jsonl", compression=None)
-    runner(tmp_path, server, output_writer=output).run(iter(documents(10)))
-    assert len([name for name in files.store if name.startswith("/output/")]) == 5
-    assert all_asked.is_set()
 
 
 def test_an_upload_that_can_never_succeed_stops_the_rank_and_keeps_every_answer(

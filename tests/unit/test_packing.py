@@ -165,7 +165,7 @@ def test_states_of_another_setting_class_epoch_or_worker_are_refused() -> None:
         pack.load_state_dict({"_snapshot": {}})
     pack.set_epoch(4)
     pack.load_state_dict(state)
-    with pytest.raises(CheckpointMismatch, match="made in epoch 0, and set_epoch said 4"):
+    with pytest.raises(CheckpointMismatch, match=r"is of epoch 0, and set_epoch\(4\) was called"):
         iter(pack)
     other = Pack(Rows([]), 4)
     other.load_state_dict(sealed(state | {"slot": [0, 1, 1, 2]}))

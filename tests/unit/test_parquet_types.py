@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import json
 from decimal import Decimal
@@ -22,7 +21,7 @@ from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.readers import ParquetReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.torch.samples import table_rows
-from tests.jobs import documents, runner, the_first_last
+from tests.jobs import documents, runner
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -230,16 +229,6 @@ def test_files_with_arrays_load_as_one_or_it_is_said(
     assert contents(again) == contents(files)
 
 
-def test_vectors_have_no_dictionary_and_all_else_has_one(tmp_path: Path, server: FakeServer) -> None:
-    value = [{"a.b": [vector(1, 2)], "n": 1, "tags": ["x"]}]
-    (file,) = written(tmp_path, server, [value], output_writer=parquet(tmp_path, expand_metadata=False))
-    group = pq.read_metadata(file).row_group(0)
-    columns = {group.column(at).path_in_schema: group.column(at) for at in range(group.num_columns)}
-    plain = [path for path, column in columns.items() if "RLE_DICTIONARY" not in column.encodings]
-    assert plain == ["metadata.c.a.b.list.element.list.element"]
-    assert len(columns) > 4
-
-
 def test_a_given_schema_takes_arrays(tmp_path: Path, server: FakeServer) -> None:
     for kind in (pa.list_(pa.float32(), 2), pa.list_(pa.float32()), pa.list_(pa.float64())):
         schema = pa.schema([("id", pa.string()), ("c", kind)])
@@ -264,17 +253,6 @@ ONE: dict[str, tuple[Values, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_the_files_of_a_rank_load_as_one(tmp_path: Path, server: FakeServer, name: str) -> None:
-    values, kind = ONE[name]
-    files = written(tmp_path, server, values)
-    assert len(files) == len(values)
-    table = ds.dataset([str(file) for file in files]).to_table()
-    assert str(table.schema.field("c").type) == kind
-    assert len(table) == len(values)
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["text later", "empty list before", "key without value", "column later missing"])
 def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: str) -> None:
@@ -283,12 +261,6 @@ def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: st
     builder = parquet_module.Parquet(cache_dir=str(tmp_path / "cache"), data_files={"train": files})
     builder.download_and_prepare()
     assert len(builder.as_dataset("train")) == len(ONE[name][0])
-
-
-def test_a_first_file_that_is_too_narrow_is_said_once(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
-    files = written(tmp_path, server, [[1], [0.5], [0.25], [2]])
-    assert types(files) == ["int64", "double", "double", "int64"]
-    assert "".join(log).count("column 'c' is int64 in one file, and double in a later one") == 1
 
 
 def test_a_first_file_without_values_is_said_by_all_its_columns(
@@ -313,23 +285,6 @@ def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_p
     assert len(list((tmp_path / "output").glob("*.parquet"))) == 1
 
 
-def test_verify_names_both_files_and_the_column(
-    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(tmp_path, server, [[1], [0.5], [None], [0.25]])
-    command = ["verify", str(tmp_path / "checkpoints")]
-    assert main(command) == 0
-    capsys.readouterr()
-    assert main([*command, "--full"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "00000_chunk_00001.parquet does not load after 000_00000_chunk_00000.parquet, or as text: column 'c' is double"
-        in said
-    )
-    assert said.count("does not load after") == 1
-    assert "So 1 more file." in said
-
-
 # bytes ----------------------------------------------------------------------------------------------------------------
 
 
@@ -338,20 +293,6 @@ def contents(files: list[Path]) -> list[bytes]:
 
 
 VARIED: Values = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
-
-
-def test_the_bytes_do_not_depend_on_which_chunk_is_done_first(tmp_path: Path, server: FakeServer) -> None:
-    in_order = written(tmp_path / "a", server, VARIED)
-    log = tmp_path / "b" / "checkpoints" / "00000" / "commits.jsonl"
-
-    async def others_committed() -> None:
-        while not log.exists() or log.read_bytes().count(b"\n") < len(VARIED) - 1:
-            await asyncio.sleep(0.001)
-
-    shared = {"others_committed": others_committed}
-    apart = written(tmp_path / "b", server, VARIED, rollout=the_first_last, shared_context=shared)
-    assert json.loads(log.read_text().splitlines()[-1])["chunk_index"] == 0
-    assert contents(apart) == contents(in_order)
 
 
 def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(

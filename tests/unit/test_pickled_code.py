@@ -14,11 +14,9 @@ import dill
 import pytest
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation import run_identity, script_names
-from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
-from tests.unit.test_identity import MODULE, as_main, load, load_changed
+from tests.jobs import runner
+from tests.unit.test_identity import MODULE, as_main, load_changed
 
 SOURCE = (
     MODULE
@@ -109,18 +107,6 @@ def test_a_function_that_is_imported_by_name_is_what_is_imported(
     assert loaded.rollout_fn is changed.named
     assert fields(loaded) == fields(step_of(tmp_path, changed.named))
     assert fields(loaded) != made
-
-
-def test_a_rank_continues_after_its_script_was_edited(tmp_path: Path, server: FakeServer, another_process: Any) -> None:
-    module = load_changed(tmp_path, "script", source=SOURCE)
-    step = runner(tmp_path, server, module.by_value)
-    step.run(documents(3))
-    edit(tmp_path / "script.py")
-    another_process(step).run(documents(5))
-    assert set(server.asked.values()) == {1}
-    assert len(server.asked) == 5
-    with pytest.raises(CheckpointMismatch, match="code of the function"):
-        runner(tmp_path, server, load(tmp_path / "script.py").by_value).run(documents(5))
 
 
 # names of the script --------------------------------------------------------------------------------------------------

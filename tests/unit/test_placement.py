@@ -12,7 +12,7 @@ from datatrove_ckpt.checkpoint import files, placement
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, WaitingChunk
-from datatrove_ckpt.errors import OutputFailed, StorageFailed
+from datatrove_ckpt.errors import StorageFailed
 from tests.unit.test_open_checkpoint import opened
 
 
@@ -91,16 +91,6 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
     checkpoint.close()
 
 
-def test_a_chunk_that_cannot_be_put_in_place_ends_the_run(tmp_path: Path) -> None:
-    held = Held()
-    checkpoint = opened(tmp_path, placement=held, placed_later=True)
-    finish_chunks(checkpoint, held, 1)
-    held.waiting[0].failed(OutputFailed("the hub is away"))
-    with pytest.raises(OutputFailed, match="the hub is away"):
-        checkpoint.raise_failure()
-    checkpoint.close()
-
-
 def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def disk(blocks: int) -> Any:
         return lambda folder: type("Status", (), {"f_blocks": blocks, "f_frsize": 4096, "f_bavail": blocks // 2})
@@ -112,19 +102,6 @@ def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(tmp_path: Path, monk
     assert placement.reserve_bytes(tmp_path) == placement.LEAST_RESERVE_BYTES
     monkeypatch.setattr("os.statvfs", disk(10**12))
     assert placement.reserve_bytes(tmp_path) == placement.RESERVE_BYTES
-
-
-def test_each_chunk_is_a_look_and_documents_in_work_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, 2.0)
-    monkeypatch.setattr(placement, "_LOOK_SECONDS", 3600.0)
-    room = DiskRoom(tmp_path)
-    assert not room.holds_up(9, 4)
-    monkeypatch.setattr(placement, "free_bytes", lambda folder: 500)
-    assert not room.holds_up(9, 4)
-    assert room.holds_up(10, 4)
-    free(monkeypatch, 2.0)
-    assert not room.holds_up(9, 4, unwritten=500)
-    assert room.holds_up(10, 4, unwritten=1500)
 
 
 def test_a_full_disk_gets_the_room_of_what_was_staged_before_the_rank_is_taken(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from datatrove_ckpt.common.redaction import HiddenDict, Key
+from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.unit.test_client import RawServer, Reply, answer, http, never, serving, then_close
@@ -31,20 +31,6 @@ async def transport_to(
             yield server, transport
         finally:
             await transport.close()
-
-
-async def test_a_request_is_what_a_server_expects() -> None:
-    async with transport_to(GOOD, headers=Key("key").headers()) as (server, transport):
-        await transport.send(b"{}")
-        head, body = server.requests[0]
-        lines = head.decode().split("\r\n")
-        assert lines[0] == "POST /v1/chat/completions HTTP/1.1"
-        assert {line.split(":")[0] for line in lines[1:-2]} == {
-            "Host", "User-Agent", "Accept", "Accept-Encoding", "Content-Type", "Authorization", "Content-Length"
-        }  # fmt: skip
-        assert f"Host: 127.0.0.1:{transport._port}" in lines
-        assert "Authorization: Bearer key" in lines
-        assert body == b"{}"
 
 
 @pytest.mark.parametrize(("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")])
@@ -100,33 +86,6 @@ async def test_a_connection_that_idled_too_long_is_not_used() -> None:
         for _ in range(3):
             await transport.send(b"one")
         assert server.connections == 3
-
-
-async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not() -> None:
-    class Refusing(asyncio.Protocol):
-        """Reads the header and no more."""
-
-        def connection_made(self, transport: Any) -> None:
-            connections.append(transport)
-
-        def data_received(self, data: bytes) -> None:
-            connections[-1].pause_reading()
-            connections[-1].write(http(413, b"too long"))
-
-    connections: list[Any] = []
-
-    listener = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
-    url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-    transport = PlainTransport(HiddenUrl(url), None, 30.0, 30.0, 4.0)
-    for _ in range(2):
-        response = await transport.send(b"x" * (20 << 20))
-        assert (response.status, response.body) == (413, b"too long")
-    assert len(connections) == 2
-    await transport.close()
-    for connection in connections:
-        connection.abort()
-    listener.close()
-    await listener.wait_closed()
 
 
 async def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -> None:

@@ -26,12 +26,10 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers import IpcReader as OriginalIpc
 from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
-from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers import (
-    DamagedLine,
     IpcReader,
     JsonlReader,
     ParquetReader,
@@ -211,32 +209,11 @@ def test_no_files_at_all_is_an_error_and_none_for_this_rank_is_not(tmp_path: Pat
     assert list(JsonlReader(tmp_path.as_posix()).run(None, 1, 2)) == []
 
 
-@pytest.mark.parametrize("codec", [None, "zstd"])
-def test_bytes_that_are_not_utf_8_cost_their_line_and_not_the_file(tmp_path: Path, codec: str | None) -> None:
-    path = tmp_path / f"a.{NAMES[codec]}"
-    path.write_bytes(COMPRESS[codec](b'{"text": "a"}\n{"text": "\xff"}\n[1]\n{"text": "b"}\n'))
-    ours = JsonlReader(tmp_path.as_posix())
-    assert [document.text for document in ours.run()] == ["a", "b"]
-    assert ours.stats.stats["damaged_lines"].total == 2
-
-
 def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_path: Path) -> None:
     for codec in ("zstd", "gzip"):
         parts = [COMPRESS[codec](b'{"text": "%d"}\n' % i) for i in range(3)]
         (tmp_path / f"a.{NAMES[codec]}").write_bytes(b"".join(parts))
     assert [document.text for document in JsonlReader(tmp_path.as_posix()).run()] == ["0", "1", "2"] * 2
-
-
-def test_damaged_lines_are_counted_and_logged_and_stop_the_reader_on_request(tmp_path: Path, log: list[str]) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": \n{"text": "b"}\n')
-    ours = JsonlReader(tmp_path.as_posix())
-    assert len(list(ours.run())) == 2
-    assert ours.stats.stats["damaged_lines"].total == 1
-    assert any("`a.jsonl`, line 3" in line for line in log if line.startswith("WARNING"))
-    with pytest.raises(DamagedLine, match=r"`a.jsonl`, line 3: .*stop_on_bad_line"):
-        list(JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True).run())
-    with pytest.raises(DamagedLine, match=r"`a.jsonl`, the line at byte 15"):
-        JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True).parse_row(b'{"text": \n', "a.jsonl", "@15")
 
 
 # From every position --------------------------------------------------------------------------------------------
@@ -300,21 +277,6 @@ def test_files_that_are_added_move_no_other_file_of_a_shuffled_input(tmp_path: P
     few, more = order(10), order(20)
     assert [text for text in more if text in few] == few
     assert few != sorted(few)
-
-
-@pytest.mark.parametrize("kind", FEW_KINDS)
-def test_it_works_on_any_file_system_of_fsspec(tmp_path: Path, kind: str) -> None:
-    write(tmp_path, kind)
-    memory = MemoryFileSystem()
-    memory.put(f"{tmp_path}/", f"/{tmp_path.name}/", recursive=True)
-    folder = f"memory://{tmp_path.name}"
-    documents = list(reader(folder, kind).run())
-    assert plain(documents) == plain(original(folder, kind).run())
-    for done in range(1, len(documents), 5):
-        fresh = reader(folder, kind)
-        fresh.load_state_dict(state_of(documents[done - 1]))
-        assert plain(fresh.run()) == plain(documents[done:])
-    memory.rm(f"/{tmp_path.name}", recursive=True)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
@@ -398,25 +360,6 @@ def test_the_position_is_no_field_of_the_document(tmp_path: Path) -> None:
     for copied in (copy.copy(ours), copy.deepcopy(ours), dill.loads(dill.dumps(ours))):
         assert copied == ours
         assert position_state(copied) == position_state(ours)
-
-
-@pytest.mark.parametrize("kind", FEW_KINDS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: dill.loads(dill.dumps(step))], ids=["deepcopy", "dill"])
-def test_a_reader_can_be_copied_and_pickled_at_any_time(
-    tmp_path: Path, kind: str, copied: Callable[[Any], Any]
-) -> None:
-    write(tmp_path, kind)
-    ours = reader(tmp_path.as_posix(), kind, shuffle_seed=1)
-    documents = list(copied(ours).run())
-    running = ours.run()
-    for _ in range(3):
-        next(running)
-    twin = copied(ours)
-    assert twin.state_dict() == ours.state_dict()
-    assert plain(twin.run()) == plain(documents), "a copy starts anew"
-    twin.load_state_dict(ours.state_dict())
-    assert plain(copied(twin).run()) == plain(documents[3:])
-    assert plain(running) == plain(documents[3:]), "and does not disturb the original"
 
 
 # Another input ---------------------------------------------------------------------------------------------------
@@ -694,13 +637,14 @@ def test_large_rows_are_read_a_few_at_a_time(
         with pa.ipc.new_file(tmp_path / "0.arrow", table.schema) as file:
             file.write_table(table)
     taken: list[int] = []
-    convert = reader._convert
+    batches = reader._batches
 
-    def spied(self: Any, batch: Any, *arguments: Any) -> Any:
-        taken.append(batch.num_rows)
-        return convert(self, batch, *arguments)
+    def spied(*arguments: Any) -> Any:
+        for found in batches(*arguments):
+            taken.append(found[2].num_rows)
+            yield found
 
-    monkeypatch.setattr(reader, "_convert", spied)
+    monkeypatch.setattr(reader, "_batches", spied)
     one = reader(tmp_path.as_posix())
     found = list(one.run())
     assert [document.text for document in found] == [str(n) for n in range(50)]

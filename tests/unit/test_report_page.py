@@ -63,7 +63,6 @@ def a_page(rows: int = 8, word: str = "plain", **changes: Any) -> Page:
         "sums": [("documents", "123,456"), ("left", word)],
         "charts": [Chart("Documents", edges, {"documents": quiet}, cuts), Chart("Errors", edges, {word: quiet}, cuts)],
         "tables": [Table(word, (word, "documents#"), [[word, "1,000"]] * rows, word)],
-        "missing": [word],
     }
     return Page(**fields | changes)
 
@@ -99,12 +98,6 @@ def test_a_hostile_name_is_text_in_every_place() -> None:
 def test_only_markup_is_not_escaped() -> None:
     assert element("p", "<b>", element("i", "&"), class_='"x"') == '<p class="&quot;x&quot;">&lt;b&gt;<i>&amp;</i></p>'
     assert element("p", "a\x07b", hidden=None, stroke_width=1.26) == '<p stroke-width="1.3">a\ufffdb</p>'
-
-
-def test_an_empty_run_makes_a_page() -> None:
-    read = Reader(Page("folder", "", "not started", "warning", START, "1.0").html())
-    assert "not started" in read.text
-    assert read.all("svg") == []
 
 
 @pytest.mark.parametrize("values", [[None], [0.0], [None, 3.0, None]])

@@ -77,14 +77,6 @@ def between(found: OverTime, values: Any, low: float, high: float) -> float:
 # time ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_axis_reaches_from_the_first_record_to_the_last_or_to_now() -> None:
-    history = killed_once(550)
-    assert over_time(history).edges[[0, -1]].tolist() == [T, T + 550]
-    assert over_time(history, now=T + 1000).edges[-1] == T + 1000
-    assert len(over_time(history).edges) == 161
-    assert time_axis([log_of([]), log_of([])]) is None
-
-
 def test_documents_are_counted_when_they_were_finished_and_none_is_lost() -> None:
     found = over_time(killed_once(550))
     assert found.documents.sum() == pytest.approx(205)
@@ -141,11 +133,6 @@ def test_the_way_an_attempt_ended_is_told(tmp_path: Path) -> None:
         ["0", "2", clock(T + 20), clock(T + 30), "DiskFull: no room", "node7", "0"],
         ["0", "3", clock(T + 40), clock(T + 45), "killed", "node7", "3"],
     ]
-
-
-def test_an_attempt_that_still_runs_has_not_ended(tmp_path: Path) -> None:
-    history = [start(1, 0), line(1, 60, 5, in_flight=3)]
-    assert "Attempts that ended early" not in report_of(tmp_path, history, state="running")
 
 
 def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config import generation_params
-from datatrove_ckpt.errors import ConfigError, DocumentFailed
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import InvalidAnswer, PromptRollout, for_config
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import rows, runner
+from tests.jobs import runner
 from tests.unit.test_rollouts import asked, document
 
 SCHEMA = {
@@ -191,35 +191,3 @@ def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(
     (first, second) = [line for line in log if "did you mean" in line]
     assert "'max_token' is not one that we know; did you mean 'max_tokens'?" in first
     assert "'temprature' is not one that we know; did you mean 'temperature'?" in second
-
-
-def test_an_invalid_answer_stops_the_rank_or_becomes_a_dead_letter(tmp_path: Path) -> None:
-    rollout = PromptRollout(json_schema=SCHEMA, answer_attempts=2)
-    with FakeServer(lambda payload, times: "?") as server:
-        with pytest.raises(DocumentFailed, match="InvalidAnswer: json_schema: none of 2 answers is valid"):
-            runner(tmp_path / "a", server, rollout).run([Document(text="x", id="1")])
-        runner(tmp_path / "b", server, rollout, on_document_error="dead_letter").run([Document(text="x", id="1")])
-    (letter,) = (tmp_path / "b/checkpoints/00000/dead_letters.jsonl").read_text().splitlines()
-    assert "InvalidAnswer" in letter
-
-
-def test_attempts_are_not_paid_twice(tmp_path: Path) -> None:
-    """The second attempt has the same payload, and is another sample: both are answered from the cache afterwards."""
-    valid = [False]
-
-    def one(payload: dict[str, Any], times: int) -> str:
-        return GOOD if times and valid[0] else "?"
-
-    with FakeServer(one) as server:
-        rollout = PromptRollout(json_schema=SCHEMA, answer_attempts=2)
-        with pytest.raises(DocumentFailed):
-            runner(tmp_path, server, rollout).run([Document(text="x", id="1")])
-        valid[0] = True
-        with pytest.raises(DocumentFailed):
-            runner(tmp_path, server, rollout).run([Document(text="x", id="1")])
-        assert len(server.payloads) == 2
-        again = PromptRollout(json_schema=SCHEMA, answer_attempts=3)
-        runner(tmp_path, server, again, accept_changes=True).run([Document(text="x", id="1")])
-        assert len(server.payloads) == 3
-    (row,) = rows(tmp_path)
-    assert row["metadata"]["rollout_results"][0]["text"] == GOOD

@@ -145,11 +145,6 @@ def test_the_system_prompt_and_each_place_of_the_text_count(words: str) -> None:
     assert content(rollout, document(LINES)) == "one two three | one two three"
 
 
-def test_characters_per_token_are_an_estimate_without_a_tokenizer() -> None:
-    rollout = PromptRollout("Say: {text}. End.", max_prompt_tokens=8, chars_per_token=3)
-    assert content(rollout, document("one line\nand more lines")) == "Say: one line. End."
-
-
 def test_auto_is_what_the_context_leaves(words: str) -> None:
     given = config(model_max_context=100, default_generation_params={"max_tokens": 26})
     rollout = PromptRollout(max_prompt_tokens="auto", chars_per_token=1)

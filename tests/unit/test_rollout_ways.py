@@ -111,12 +111,6 @@ def test_a_vector_of_zeros_has_no_direction() -> None:
     assert result(EmbedRollout(), Zeros())["embedding"].tolist() == [0, 0, 0]
 
 
-def test_the_template_is_filled_in_and_parameters_are_sent() -> None:
-    model = Model()
-    result(EmbedRollout("query: {title}", params={"truncate_prompt_tokens": 8}), model, document(title="Rain"))
-    assert model.asked == [("query: Rain", {"truncate_prompt_tokens": 8})]
-
-
 def test_a_text_that_is_too_long_is_cut_and_the_template_stays() -> None:
     model, text = Model(), "one line\nand more"
     result(EmbedRollout("query: {text}", max_prompt_tokens=5, chars_per_token=4), model, document(text))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -124,14 +122,6 @@ def test_settings_that_cannot_work_are_refused_at_once(kind: Any, settings: dict
         kind(**settings)
     said = str(refused.value)
     assert said == error if error.endswith(".") else said.startswith(error)
-
-
-@pytest.mark.parametrize("rollout", [PromptRollout("{id}"), CompletionRollout(), ChunkedRollout(separator=" ")])
-def test_a_rollout_is_plain_values_and_survives_deepcopy_and_pickle(rollout: Any) -> None:
-    for same in (copy.deepcopy(rollout), pickle.loads(pickle.dumps(rollout))):
-        assert type(same) is type(rollout)
-        assert vars(same) == vars(rollout)
-    assert all(isinstance(value, (str, int, type(None))) for value in vars(rollout).values())
 
 
 @pytest.mark.parametrize(("parallel", "at_once"), [(True, 3), (False, 1)])

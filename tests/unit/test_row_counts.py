@@ -80,19 +80,6 @@ def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(fold
     assert counted == ["2.jsonl", "0.jsonl"]
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"files": {"0.jsonl": {"key": 1}, "1.jsonl": 2}}'])
-def test_what_cannot_be_read_is_counted_again(folder: Path, cache: Path, counted: list[str], content: bytes) -> None:
-    rows(folder)
-    [kept] = cache.glob("*.json")
-    kept.write_bytes(content)
-    counted.clear()
-    assert rows(folder) == 6
-    assert len(counted) == 3
-    counted.clear()
-    assert rows(folder) == 6
-    assert counted == []
-
-
 def test_a_wrong_count_is_noticed_when_rows_are_read(folder: Path, cache: Path) -> None:
     rows(folder)
     [kept] = cache.glob("*.json")

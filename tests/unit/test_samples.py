@@ -157,12 +157,6 @@ def test_rows_of_many_columns_and_batches_in_any_order() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_lists_of_two_lengths_that_are_even_in_each_table() -> None:
-    tables = [pa.table({"a": pa.array([[n] * length] * 3, pa.list_(pa.int8()))}) for n, length in ((1, 2), (2, 5))]
-    check(tables, [4, 0, 5, 1])
-
-
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "types", [(pa.int32(), pa.int64()), (pa.null(), pa.string()), (pa.string(), pa.large_string())]
 )

@@ -36,16 +36,6 @@ def test_each_request_has_a_seed_of_its_own_also_of_equal_documents(tmp_path: Pa
     assert all(0 <= seed < 2**31 for seed in seeds(server))
 
 
-def test_a_request_that_is_sent_again_has_the_same_seed(tmp_path: Path) -> None:
-    def one_at_a_time(folder: Path, limit: int | None) -> list[int]:
-        with FakeServer() as server:
-            step = runner(folder, server, twice, config={"seed": 7, "max_concurrent_generations": limit or 9})
-            step.run(documents(3))
-        return sorted(seeds(server))
-
-    assert one_at_a_time(tmp_path / "a", 1) == one_at_a_time(tmp_path / "b", None)
-
-
 def test_an_answer_that_is_kept_is_found_again(tmp_path: Path) -> None:
     failing = True
 
@@ -72,11 +62,6 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path, server: FakeServer
     runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
     runner(tmp_path / "b", server, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}).run(documents(2))
     assert seeds(server) == [1, 1, 1, 1]
-
-
-def test_without_the_setting_no_request_has_a_seed(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server).run(documents(2))
-    assert all("seed" not in one for one in server.payloads)
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 7), (7, 8)])

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from datatrove_ckpt.checkpoint.identity import same_value
-from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
-from datatrove_ckpt.rollouts import PromptRollout
-from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
 
 ONE = {"properties": {"reason": {"type": "string"}, "score": {"type": "integer"}}}
 OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string"}}}
@@ -38,20 +33,3 @@ OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string
 )
 def test_same(name: str, old: Any, new: Any, same: bool) -> None:
     assert same_value(name, old, new) is same
-
-
-def test_another_order_of_properties_is_another_run(tmp_path: Path) -> None:
-    """Engines answer in this order, so that the output would mix two."""
-
-    def step(schema: dict[str, Any]) -> Any:
-        return runner(tmp_path, server, PromptRollout(json_schema=schema, answer_attempts=1, engine="vllm"))
-
-    with FakeServer(
-        answer=lambda payload, times: '{"reason": "x", "score": ' + ("1}" if times == 0 else "}")
-    ) as server:
-        with pytest.raises(DocumentFailed):
-            step(ONE).run([*documents(3), *documents(1)])
-        asked = server.asked.total()
-        with pytest.raises(CheckpointMismatch, match=r"rollout_fn\.json_schema"):
-            step(OTHER).run(documents(3))
-        assert server.asked.total() == asked

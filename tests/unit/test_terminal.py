@@ -275,19 +275,6 @@ def text(columns: int) -> str:
     return "the bar"
 
 
-def test_lines_go_above_the_bar_whoever_prints_them(terminal: Terminal) -> None:
-    with terminal.streams(), BarTerminal(text) as bar:
-        bar.draw()
-        assert terminal.read() == ["the bar"]
-        assert terminal.cursor == (0, 0)
-        print("to stdout")
-        sys.stderr.write("to stderr\nin two lines\n")
-        assert terminal.read() == ["to stdout", "to stderr", "in two lines", "the bar"]
-        bar.draw()
-        assert terminal.read() == ["to stdout", "to stderr", "in two lines", "the bar"]
-    assert terminal.read() == ["to stdout", "to stderr", "in two lines"]
-
-
 def test_what_has_no_line_break_is_not_torn_apart(terminal: Terminal) -> None:
     with terminal.streams(), BarTerminal(text) as bar:
         bar.draw()

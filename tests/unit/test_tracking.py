@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,41 +42,6 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def make(root: Path, *runs: Run) -> Tracker:
     return Tracker(Place(str(root), root, [str(root)]), [lambda job, run=run: run for run in runs])
-
-
-def test_the_numbers_are_those_of_status_by_their_names_in_its_json(tmp_path: Path, now: list[float]) -> None:
-    run = Run()
-    for number in range(2):
-        write_rank(tmp_path, number, [start(T), *minutes(T, 5, 10, 100)], chunks=5, tasks=3)
-    now.append(T + 301)
-    assert make(tmp_path, run).work() == ""
-    ((at, values),) = run.points
-    assert at == T + 301
-    expected = {
-        "counts.read": 100,
-        "work.requests": 200,
-        "in_flight": 8,
-        "states.running": 2,
-        "not_started": 1,
-        "rates.documents": pytest.approx(1 / 3),
-        "position.share": pytest.approx(1 / 3),
-        "exact": 1,
-    }
-    assert {name: values[name] for name in expected} == expected
-    assert all(type(value) is float for value in values.values())
-    assert run.ends == []
-
-
-def test_a_job_has_one_id_and_its_identity_as_parameters(tmp_path: Path, now: list[float]) -> None:
-    found: list[TrackedJob] = []
-    write_rank(tmp_path, 0, [start(T), *minutes(T, 5, 10)], tasks=3)
-    for name in (None, "mine", "mine"):
-        Tracker(Place(str(tmp_path), tmp_path, []), [lambda job: found.append(job) or Run()], name).work()
-    first, second, third = found
-    assert (first.name, second.name) == (tmp_path.name, "mine")
-    assert second == third
-    assert first.id != second.id
-    assert first.parameters["tasks"] == "3"
 
 
 def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_path: Path, now: list[float]) -> None:
@@ -121,22 +85,6 @@ def test_the_status_is_that_of_the_run(tmp_path: Path, now: list[float], ends: l
     assert tracked.is_over == (status != "RUNNING")
 
 
-def test_between_two_tasks_a_run_is_not_over(tmp_path: Path, now: list[float]) -> None:
-    run = Run()
-    tracked = make(tmp_path, run)
-    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10)], chunks=1, finished=True, tasks=2)
-    now.append(T + 20)
-    for _ in range(2):
-        tracked.work()
-    write_rank(tmp_path, 1, [start(T + 20), minute(T + 20, 0)], tasks=2)
-    tracked.work()
-    shutil.rmtree(tmp_path / "00001")
-    write_rank(tmp_path, 1, [start(T + 20), minute(T + 20, 0), stopped(T + 21)], tasks=2)
-    for _ in range(2):
-        tracked.work()
-    assert run.ends == []
-
-
 def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float]) -> None:
     attempts: list[float] = []
     run = Run()
@@ -156,16 +104,3 @@ def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float
     assert tracked.work() == "", "although nothing is new"
     assert attempts == [T, T]
     assert [at for at, _ in run.points] == [T + 10], "whenever it is read"
-
-
-def test_what_has_ended_is_sent_in_whole_to_a_service_that_comes_back(tmp_path: Path, now: list[float]) -> None:
-    first, second = Run(), Run()
-    tracked = make(tmp_path, first, second)
-    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10)], chunks=1, finished=True)
-    second.broken = True
-    assert tracked.work() == "ConnectionError: no network"
-    assert not tracked.is_over
-    second.broken = False
-    assert tracked.work() == ""
-    assert tracked.is_over
-    assert second.ends == ["FINISHED"]

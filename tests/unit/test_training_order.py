@@ -80,12 +80,6 @@ def test_each_row_has_one_position(window: Window) -> None:
             assert sorted(rows_in_order(table, order)) == all_rows(blocks)
 
 
-def test_without_a_seed_it_is_the_order_of_the_input() -> None:
-    for blocks in INPUTS.values():
-        table = BlockTable(blocks)
-        assert rows_in_order(table, order_by_rows(table, None, 3, Window())) == all_rows(blocks)
-
-
 def test_seed_and_epoch_alone_define_the_order() -> None:
     table = BlockTable(INPUTS["many blocks"])
     orders = {

@@ -96,16 +96,6 @@ def test_each_row_is_read_once(reader: SeekingReader, ranks: int) -> None:
             assert read[0] == [row["id"] for row in ROWS]
 
 
-def test_a_worker_resumes_with_the_sample_that_would_have_followed(reader: SeekingReader) -> None:
-    whole = [document.id for document in epoch(reader, ALONE)]
-    for stop in (0, 1, 30, 102, 103):
-        first = epoch(reader, ALONE)
-        assert [document.id for document in itertools.islice(first, stop)] == whole[:stop]
-        state = json.loads(json.dumps(first.state()))
-        assert len(json.dumps(state)) < 1000
-        assert [document.id for document in epoch(reader, ALONE, state)] == whole[stop:]
-
-
 def test_the_states_of_all_ranks_continue_with_any_other_number(reader: SeekingReader) -> None:
     options: list[dict[str, Any]] = [{}, {"seed": None}]
     changed = itertools.permutations([(1, 1), (2, 2), (3, 1)], 2)
@@ -126,14 +116,6 @@ def test_columns_give_rows_and_no_documents(reader: SeekingReader) -> None:
     read = list(epoch(reader, ALONE, columns=["n"]))
     assert sorted(row["n"] for row in read) == list(range(len(ROWS)))
     assert {tuple(row) for row in read} == {("n",)}
-
-
-@pytest.mark.parametrize("even", ["drop", "repeat"])
-def test_even_ranks_have_the_same_number(reader: SeekingReader, even: Any) -> None:
-    read = [[document.id for document in epoch(reader, slot, even=even)] for slot in slots(4, 1)]
-    assert {len(ids) for ids in read} == {25 if even == "drop" else 26}
-    counts = Counter(itertools.chain(*read))
-    assert max(counts.values()) == (1 if even == "drop" else 2)
 
 
 # Rows without a document ------------------------------------------------------------------------------------------

@@ -69,11 +69,6 @@ def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path: Path
     ]
 
 
-def test_a_file_without_rows_has_no_say(tmp_path: Path) -> None:
-    found = read(written(tmp_path, pa.table({"a": pa.array([], pa.string())}), pa.table({"a": [1]})), ["a"])
-    assert [table.to_pylist() for table in found if len(table)] == [[{"a": 1}]]
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -102,17 +97,6 @@ def test_a_value_that_does_not_fit_is_an_input_error(tmp_path: Path) -> None:
     reader = written(tmp_path, pa.table({"x": [1.5]}), pa.table({"x": [2**60 + 1]}))
     with pytest.raises(InputError, match=r"'1.parquet' has 'x' as int64.*make it double.*does not fit"):
         read(reader, ["x"])
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_blocks_are_cut_by_what_rows_take_in_memory(tmp_path: Path, kind: str) -> None:
-    """A text that is repeated is in the file once; a row of it becomes a text of its own."""
-    texts = pa.array([f"{number % 3}" * 10_000 for number in range(4_000)])
-    column = texts if kind == "parquet" else texts.dictionary_encode()
-    blocks = BlockInput(written(tmp_path, pa.table({"x": column}), kind=kind))
-    assert texts.nbytes <= sum(block.bytes for block in blocks) < 1.5 * texts.nbytes
-    assert max(block.bytes for block in blocks) <= 2**24
 
 
 def test_a_row_group_is_not_read_ahead_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,12 +54,6 @@ def config(folder: str | None, remote: str | None = None, **executor: Any) -> di
     return {"executor": {"class_path": "LocalPipelineExecutor", "init_args": {"pipeline": pipeline, **executor}}}
 
 
-def test_a_folder_is_read_where_it_is(tmp_path: Path) -> None:
-    rank(tmp_path)
-    with open_place(str(tmp_path)) as place:
-        assert (place.folder, place.what, place.is_copy) == (tmp_path, str(tmp_path), False)
-
-
 def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path: Path) -> None:
     rank(tmp_path / "checkpoints")
     (tmp_path / "output").mkdir()
@@ -122,14 +116,6 @@ def test_an_older_version_is_read_if_the_newest_is_damaged(tmp_path: Path) -> No
     (tmp_path / "00000" / Version(1, NONCE).file).unlink()
     with pytest.raises(CheckpointCorrupt, match=r"No version at .*00000 is complete"), open_place(str(tmp_path)):
         pass
-
-
-def test_a_mirror_is_not_written_to(tmp_path: Path) -> None:
-    mirror(f"{tmp_path}/00000", commits_jsonl=b"a\n")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with open_place(str(tmp_path)):
-        pass
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_a_url_that_cannot_work_is_refused() -> None:

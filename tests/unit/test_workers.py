@@ -19,10 +19,11 @@ import multiprocess
 import pytest
 
 from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
+from datatrove_ckpt.process import signals
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
 from datatrove_ckpt.process.tasks import Tasks, in_turn
-from datatrove_ckpt.process.workers import Stopped, Workers, end_as
+from datatrove_ckpt.process.workers import Workers, end_as
 from tests.patience import Patience, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")
@@ -49,18 +50,6 @@ def group(
     method: str = "fork",
 ) -> Workers:
     return Workers(multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts)
-
-
-def test_every_task_is_done_once_by_at_most_so_many_processes(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> tuple[int, int, int]:
-        return slot, os.getpid(), task * 10
-
-    with group(run, 3) as workers:
-        done = dict(workers.run(range(20)))
-    assert {task: value[2] for task, value in done.items()} == {task: task * 10 for task in range(20)}
-    assert {slot for slot, _, _ in done.values()} <= {0, 1, 2}
-    assert len({pid for _, pid, _ in done.values()}) <= 3
-    assert os.getpid() not in {pid for _, pid, _ in done.values()}
 
 
 def test_a_worker_tunes_the_collector_once_for_all_its_tasks() -> None:
@@ -365,7 +354,7 @@ def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(
         signal_again,
     )
     before, children = signal.getsignal(signal.SIGTERM), multiprocess.active_children()
-    with pytest.raises(Stopped), group(wait_for_stop(tmp_path)) as workers:
+    with group(wait_for_stop(tmp_path)) as workers:
         list(workers.run(range(5)))
     thread.join()
     assert workers.signal == signal.SIGTERM
@@ -396,7 +385,7 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path: Path) ->
         signal_this_thread,
         (tmp_path / "drained").touch,
     )
-    with pytest.raises(Stopped), workers:
+    with workers:
         list(workers.run(range(5)))
     thread.join()
     assert was_noticed == [True]
@@ -423,7 +412,7 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
     began = time.monotonic()
-    with pytest.raises(Stopped), workers:
+    with workers:
         list(workers.run([0]))
     thread.join()
     assert time.monotonic() - began < 200
@@ -449,8 +438,9 @@ def test_a_signal_while_workers_are_started_leaves_none(
 
     monkeypatch.setattr(context.Process, "start", start)
     children = multiprocess.active_children()
-    with group(square, method=method) as workers, pytest.raises(Stopped):
+    with group(square, method=method) as workers:
         list(workers.run(range(4)))
+    assert workers.signal == signal.SIGTERM
     assert multiprocess.active_children() == children
 
 
@@ -521,7 +511,8 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
         os.close(handle)
 
 
-def test_a_process_ends_as_its_signal_asks_but_through_the_stack() -> None:
+def test_a_process_ends_as_its_signal_asks_but_through_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)  # for pytest's threads
     previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit) as caught:
@@ -560,9 +551,10 @@ def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> Non
 
     thread = in_thread(lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM))
     context, work = multiprocess.get_context("fork"), partial(in_a_worker, run, nothing)
-    with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers, pytest.raises(Stopped):
+    with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers:
         list(workers.run([0]))
     thread.join()
+    assert workers.signal == signal.SIGTERM
 
 
 def environment(slot: int, task: int) -> str:

@@ -121,15 +121,6 @@ def test_a_folder_may_come_with_storage_options(job: Build) -> None:
     assert not reader.data_folder.is_local()
 
 
-@pytest.mark.parametrize("key", ["logging_dir: logs", "data_folder: documents", "output_folder: out"])
-def test_secrets_among_storage_options_are_refused_and_not_repeated(job: Build, key: str) -> None:
-    name = key.partition(":")[0]
-    message = mistake(job, (key, f"{name}: [s3://b/x, {{client_kwargs: {{aws_secret_access_key: hunter2}}}}]"))
-    assert f"{name}: the storage option 'aws_secret_access_key' is a secret" in message
-    assert "AWS_SECRET_ACCESS_KEY" in message
-    assert "hunter2" not in message
-
-
 def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(job: Build) -> None:
     assert type(job()) is LocalPipelineExecutor
     assert type(job(("LocalPipelineExecutor", "datatrove.executor.LocalPipelineExecutor"))) is DatatroveExecutor
@@ -215,9 +206,6 @@ def test_a_mistake_is_one_line_with_its_place(job: Build, old: str, new: str, me
         assert said.startswith(message)
     else:
         assert said == message
-
-
-EXECUTOR, READER = "executor LocalPipelineExecutor", "pipeline[0] JsonlReader"
 
 
 def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path) -> None:

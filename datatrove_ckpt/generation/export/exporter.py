@@ -1,6 +1,6 @@
 """Opens and closes what a rank's ``monitoring`` asks for: the metrics' port.
 
-What it needs is imported where it is asked for. Nothing here may end or hold up a run.
+Nothing here may end or hold up a run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 
 def check_monitoring(config: MonitoringConfig) -> None:
-    """Checks that the package is installed.
-
+    """
     Raises:
-        ConfigError: it is missing, and what to do.
+        ConfigError: the package is not installed.
     """
     missing = missing_package("prometheus_client")
     if config.metrics_port is not None and missing is not None:
@@ -101,7 +100,7 @@ class Exports:
 
     @contextmanager
     def ending(self, completed: bool) -> Iterator[None]:
-        """Inside the block the attempt ends, and its history says so. Then others are told."""
+        """Wraps the end of the attempt, and closes the exports after it."""
         self._end = ""
         try:
             yield

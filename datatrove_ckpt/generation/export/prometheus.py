@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from loguru import logger
 from prometheus_client import CollectorRegistry, start_http_server
@@ -53,6 +53,9 @@ class Histogram(NamedTuple):
     sum: float
 
 
+Values: TypeAlias = Mapping[Any, float] | Histogram | float | None
+
+
 class Metric(NamedTuple):
     """A metric of one rank.
 
@@ -64,7 +67,7 @@ class Metric(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     name: str
     help: str
-    values: Mapping[Any, float] | Histogram | float | None
+    values: Callable[[RankNow], Values]
     labels: tuple[str, ...] = ()
 
 
@@ -91,135 +94,13 @@ class RankNow:
     progress: Progress
     spread: Spread
 
-    def metrics(self) -> list[Metric]:
-        """The same ones, in the same order, of every rank."""
-        total = self.progress
-        own = total.own
-        seconds = {("inference",): total.seconds.inference, ("total",): total.seconds.total}
-        outcomes = {(name,): getattr(total.documents, name) for name in ("written", "dropped", "dead")}
-        states = {(state,): int(state == self.state) for state in STATES}
-        retries = {("error",): own.retries, ("server_lost",): own.resent}
-        errors = {(kind,): count for kind, count in own.errors.items()}
-        latency = _histogram(self.spread.milliseconds, 22, 1000.0)  # 1 ms to 35 min
-        where = {(__version__, self.host, self.job): 1.0}
-        return [
-            Metric(
-                "gauge",
-                "rank_info",
-                "Always 1; its labels tell where the rank works.",
-                where,
-                ("version", "host", "job"),
-            ),
-            Metric(
-                "gauge",
-                "rank_state",
-                f"1 for the state that the rank is in, one of {', '.join(STATES)}.",
-                states,
-                ("state",),
-            ),
-            Metric("gauge", "job_ranks", "How many ranks the job has, those that work nowhere included.", self.ranks),
-            Metric("gauge", "updated_timestamp_seconds", "When these values were read, in Unix seconds.", self.now),
-            Metric(
-                "gauge",
-                "attempt_start_timestamp_seconds",
-                "When this attempt of the rank started, in Unix seconds.",
-                self.started_at,
-            ),
-            Metric("gauge", "rank_seconds", "Time that all attempts of the rank took.", seconds, ("phase",)),
-            Metric(
-                "gauge",
-                "rank_documents",
-                "Documents that all attempts of the rank have finished.",
-                outcomes,
-                ("outcome",),
-            ),
-            Metric(
-                "gauge",
-                "rank_requests",
-                "Requests of the documents that all attempts of the rank have finished.",
-                total.documents.requests,
-            ),
-            Metric(
-                "gauge",
-                "rank_tokens",
-                "Tokens of the documents that all attempts of the rank have finished.",
-                _tokens(total.documents),
-                ("type",),
-            ),
-            Metric("gauge", "rank_chunks", "Chunks that all attempts of the rank have committed.", total.chunks),
-            Metric(
-                "gauge",
-                "input_done_ratio",
-                "Part of the rank's input that is done, from 0 to 1; missing if not known.",
-                total.position.share,
-            ),
-            Metric("counter", "documents_total", "Documents that this attempt has finished.", own.documents),
-            Metric("gauge", "documents_in_progress", "Documents that rollouts work on now.", total.in_work),
-            Metric(
-                "counter",
-                "requests_total",
-                "Requests of this attempt that ended at a server.",
-                {("answered",): own.requests, ("failed",): own.failed},
-                ("outcome",),
-            ),
-            Metric("gauge", "requests_in_flight", "Requests that servers work on now.", total.in_flight),
-            Metric(
-                "gauge",
-                "requests_waiting",
-                "Requests that wait for a server, a free slot or their next attempt now.",
-                total.waiting,
-            ),
-            Metric(
-                "gauge",
-                "unanswered_seconds",
-                "For so long servers have answered no request, although some failed.",
-                total.silence.seconds,
-            ),
-            Metric(
-                "counter",
-                "request_attempts_total",
-                "Times that a request was sent to a server in this attempt.",
-                own.sent,
-            ),
-            Metric(
-                "counter",
-                "request_retries_total",
-                "Requests sent again in this attempt: after an error, or because their server was lost.",
-                retries,
-                ("cause",),
-            ),
-            Metric(
-                "counter",
-                "request_errors_total",
-                "Requests of this attempt that failed once, by kind of error.",
-                errors,
-                ("kind",),
-            ),
-            Metric(
-                "counter", "cache_hits_total", "Requests of this attempt that the request cache answered.", own.cached
-            ),
-            Metric(
-                "counter",
-                "tokens_total",
-                "Tokens of this attempt's answers, as servers count them.",
-                _tokens(own),
-                ("type",),
-            ),
-            Metric("counter", "server_restarts_total", "Restarts of model servers in this attempt.", own.restarts),
-            Metric("histogram", "request_duration_seconds", "Time from sending a request to its answer.", latency),
-            Metric(
-                "histogram",
-                "request_prompt_tokens",
-                "Prompt tokens of each answer.",
-                _histogram(self.spread.prompt_tokens, 18),
-            ),
-            Metric(
-                "histogram",
-                "request_completion_tokens",
-                "Completion tokens of each answer.",
-                _histogram(self.spread.completion_tokens, 18),
-            ),
-        ]
+    @property
+    def own(self) -> WorkCounts:
+        return self.progress.own
+
+
+def _fields(record: object, *names: str) -> dict[tuple[str], float]:
+    return {(name,): getattr(record, name) for name in names}
 
 
 def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
@@ -237,20 +118,173 @@ def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
     return Histogram(found, sum(middles) / divisor)
 
 
+METRICS = (
+    Metric(
+        "gauge",
+        "rank_info",
+        "Always 1; its labels tell where the rank works.",
+        lambda rank: {(__version__, rank.host, rank.job): 1.0},
+        ("version", "host", "job"),
+    ),
+    Metric(
+        "gauge",
+        "rank_state",
+        f"1 for the state that the rank is in, one of {', '.join(STATES)}.",
+        lambda rank: {(state,): int(state == rank.state) for state in STATES},
+        ("state",),
+    ),
+    Metric(
+        "gauge", "job_ranks", "How many ranks the job has, those that work nowhere included.", lambda rank: rank.ranks
+    ),
+    Metric(
+        "gauge", "updated_timestamp_seconds", "When these values were read, in Unix seconds.", lambda rank: rank.now
+    ),
+    Metric(
+        "gauge",
+        "attempt_start_timestamp_seconds",
+        "When this attempt of the rank started, in Unix seconds.",
+        lambda rank: rank.started_at,
+    ),
+    Metric(
+        "gauge",
+        "rank_seconds",
+        "Time that all attempts of the rank took.",
+        lambda rank: _fields(rank.progress.seconds, "inference", "total"),
+        ("phase",),
+    ),
+    Metric(
+        "gauge",
+        "rank_documents",
+        "Documents that all attempts of the rank have finished.",
+        lambda rank: _fields(rank.progress.documents, "written", "dropped", "dead"),
+        ("outcome",),
+    ),
+    Metric(
+        "gauge",
+        "rank_requests",
+        "Requests of the documents that all attempts of the rank have finished.",
+        lambda rank: rank.progress.documents.requests,
+    ),
+    Metric(
+        "gauge",
+        "rank_tokens",
+        "Tokens of the documents that all attempts of the rank have finished.",
+        lambda rank: _tokens(rank.progress.documents),
+        ("type",),
+    ),
+    Metric(
+        "gauge",
+        "rank_chunks",
+        "Chunks that all attempts of the rank have committed.",
+        lambda rank: rank.progress.chunks,
+    ),
+    Metric(
+        "gauge",
+        "input_done_ratio",
+        "Part of the rank's input that is done, from 0 to 1; missing if not known.",
+        lambda rank: rank.progress.position.share,
+    ),
+    Metric("counter", "documents_total", "Documents that this attempt has finished.", lambda rank: rank.own.documents),
+    Metric(
+        "gauge",
+        "documents_in_progress",
+        "Documents that rollouts work on now.",
+        lambda rank: rank.progress.in_work,
+    ),
+    Metric(
+        "counter",
+        "requests_total",
+        "Requests of this attempt that ended at a server.",
+        lambda rank: {("answered",): rank.own.requests, ("failed",): rank.own.failed},
+        ("outcome",),
+    ),
+    Metric("gauge", "requests_in_flight", "Requests that servers work on now.", lambda rank: rank.progress.in_flight),
+    Metric(
+        "gauge",
+        "requests_waiting",
+        "Requests that wait for a server, a free slot or their next attempt now.",
+        lambda rank: rank.progress.waiting,
+    ),
+    Metric(
+        "gauge",
+        "unanswered_seconds",
+        "For so long servers have answered no request, although some failed.",
+        lambda rank: rank.progress.silence.seconds,
+    ),
+    Metric(
+        "counter",
+        "request_attempts_total",
+        "Times that a request was sent to a server in this attempt.",
+        lambda rank: rank.own.sent,
+    ),
+    Metric(
+        "counter",
+        "request_retries_total",
+        "Requests sent again in this attempt: after an error, or because their server was lost.",
+        lambda rank: {("error",): rank.own.retries, ("server_lost",): rank.own.resent},
+        ("cause",),
+    ),
+    Metric(
+        "counter",
+        "request_errors_total",
+        "Requests of this attempt that failed once, by kind of error.",
+        lambda rank: {(kind,): count for kind, count in rank.own.errors.items()},
+        ("kind",),
+    ),
+    Metric(
+        "counter",
+        "cache_hits_total",
+        "Requests of this attempt that the request cache answered.",
+        lambda rank: rank.own.cached,
+    ),
+    Metric(
+        "counter",
+        "tokens_total",
+        "Tokens of this attempt's answers, as servers count them.",
+        lambda rank: _tokens(rank.own),
+        ("type",),
+    ),
+    Metric(
+        "counter",
+        "server_restarts_total",
+        "Restarts of model servers in this attempt.",
+        lambda rank: rank.own.restarts,
+    ),
+    Metric(
+        "histogram",
+        "request_duration_seconds",
+        "Time from sending a request to its answer.",
+        lambda rank: _histogram(rank.spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
+    ),
+    Metric(
+        "histogram",
+        "request_prompt_tokens",
+        "Prompt tokens of each answer.",
+        lambda rank: _histogram(rank.spread.prompt_tokens, 18),
+    ),
+    Metric(
+        "histogram",
+        "request_completion_tokens",
+        "Completion tokens of each answer.",
+        lambda rank: _histogram(rank.spread.completion_tokens, 18),
+    ),
+)
+
+
 def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
     """The metrics of some ranks, each metric once."""
-    for same in zip(*[rank.metrics() for rank in ranks], strict=True):
-        kind, name, text, _, labels = same[0]
+    for kind, name, text, values_of, labels in METRICS:
         family = _FAMILIES[kind](PREFIX + name, text, labels=(*RANK_LABELS, *labels))
-        for rank, metric in zip(ranks, same, strict=True):
+        for rank in ranks:
             of_rank = (rank.run, str(rank.rank))
-            if isinstance(metric.values, Histogram):
-                family.add_metric(of_rank, *metric.values)
-            elif isinstance(metric.values, Mapping):
-                for own, value in metric.values.items():
+            values = values_of(rank)
+            if isinstance(values, Histogram):
+                family.add_metric(of_rank, *values)
+            elif isinstance(values, Mapping):
+                for own, value in values.items():
                     family.add_metric((*of_rank, *own), value)
-            elif metric.values is not None:
-                family.add_metric(of_rank, metric.values)
+            elif values is not None:
+                family.add_metric(of_rank, values)
         if family.samples:
             yield family
 

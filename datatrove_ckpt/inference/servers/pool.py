@@ -315,7 +315,7 @@ class ServerSupervisor:
             tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
 
     async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
-        """Returns the tokens that the server has counted; None without metrics or requests."""
+        """Marks the server dead if it hangs. Returns the tokens it has counted; None without metrics or requests."""
         if self.target.attempts:
             metrics = await self._metrics(seconds)
         else:

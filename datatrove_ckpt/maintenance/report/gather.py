@@ -15,7 +15,7 @@ from datatrove_ckpt.checkpoint.history_read import AttemptSummary, History, read
 from datatrove_ckpt.checkpoint.history_records import Buckets
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.common.formatting import figure, plural
+from datatrove_ckpt.common.formatting import figure
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.maintenance.report.histories import time_axis
 from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
@@ -32,8 +32,6 @@ _TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "cr
 
 @dataclass
 class _Rank:
-    """One rank with its history."""
-
     state: RankState
     history: History
 
@@ -47,18 +45,18 @@ class _Rank:
 
     @property
     def ended_early(self) -> list[AttemptSummary]:
-        """The attempts that ended before the rank was done."""
         last = self.history.attempts[-1:] if self.runs else []
         return [attempt for attempt in self.history.attempts if attempt.why != "done" and attempt not in last]
 
 
 def gather(run: RunState) -> Page:
-    """Reads the histories of all ranks, and makes the page. Changes nothing."""
     states = [*run.ranks, *run.retries]
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
     ranks = [_Rank(state, _history(state.folder / HISTORY, lines)) for state in states]
     ended = [(one.key, attempt) for one in ranks for attempt in one.ended_early]
     state = _overall(run)
+    requests = sum(sums.done.requests for sums in (run.totals, run.retried))
+    tables = (_attempts(ended), _spreads([one.history for one in ranks], requests))
     return Page(
         where=run.what,
         model=", ".join(dict.fromkeys(str(run.identity[name]) for name in run.identity if of_model(name) == "model")),
@@ -69,13 +67,12 @@ def gather(run: RunState) -> Page:
         age=f"{age(run).capitalize()}.",
         sums=[("ranks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
         charts=list(_charts(ranks, [attempt.last_seen for _, attempt in ended], run.read_at)),
-        tables=[table for table in _tables(run, ranks, ended) if table.rows],
-        missing=list(_missing(run, ranks)),
+        tables=[table for table in tables if table.rows],
     )
 
 
 def _history(path: Path, most: int) -> History:
-    """What cannot be read, or is no file, has no attempts: ``status`` says what is damaged."""
+    """A damaged history has no attempts: ``status`` says what is damaged."""
     with suppress(StorageFailed):
         if path.is_file():
             return read_history(str(path), most)
@@ -83,22 +80,10 @@ def _history(path: Path, most: int) -> History:
 
 
 def _overall(run: RunState) -> str:
-    """The state of the whole run, in one word."""
     if run.is_finished:
         return "finished"
     order = ("damaged", "running", "failed", "lost", "interrupted", "unfinished")
     return next((state for state in order if run.totals.states[state]), "unfinished")
-
-
-def _missing(run: RunState, ranks: Sequence[_Rank]) -> Iterator[str]:
-    without = sum(not one.history.attempts for one in ranks)
-    if without:
-        yield (
-            f"No history: {without} of {plural(len(ranks), 'rank')}. An earlier release does not write one. Charts "
-            "over time are without them; sums are not."
-        )
-    if not run.totals.exact:
-        yield "Documents of chunks that are not committed are as of the last line of each history."
 
 
 # charts and tables ---------------------------------------------------------------------------------------------------
@@ -123,11 +108,6 @@ def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Itera
         yield Chart("Errors over time", edges, {"errors": np.round(time.errors, 4).tolist()}, cuts)
 
 
-def _tables(run: RunState, ranks: Sequence[_Rank], ended: Sequence[tuple[str, AttemptSummary]]) -> Iterator[Table]:
-    yield _attempts(ended)
-    yield _spreads([one.history for one in ranks], sum(sums.done.requests for sums in (run.totals, run.retried)))
-
-
 def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
     newest = sorted(ended, key=lambda pair: pair[1].last_seen)[-_MAX_ATTEMPTS:]
     note = "Killed: kill -9, out of memory, or a node that is gone. In flight: requests that were sent again."
@@ -147,8 +127,7 @@ def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
 def _spreads(histories: Sequence[History], requests: int) -> Table:
     """Latency and tokens of all requests that servers answered, from the histograms of each attempt.
 
-    Args:
-        requests: of all documents. Those of the last minutes before a kill are in no histogram.
+    ``requests``: of all documents. Those of the last minutes before a kill are in no histogram.
     """
     found = [spread for history in histories for spread in history.spreads]
     kinds = {"latency, ms": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
@@ -166,7 +145,6 @@ def _spreads(histories: Sequence[History], requests: int) -> Table:
 
 
 def _limit(buckets: Buckets, number: float) -> float:
-    """What so many values are at most."""
     seen = 0
     for bucket in sorted(buckets):
         seen += buckets[bucket]

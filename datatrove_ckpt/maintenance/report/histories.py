@@ -1,10 +1,8 @@
 """What the histories of all ranks say together: how far they were at each time, and what interrupted them.
 
-A thousand ranks have a gigabyte of histories, so of the lines about progress only an even share is parsed.
-
 Between two lines a sum is taken to grow evenly. While no attempt runs it stands still. What an attempt did between its
 last line and a kill is known from the first line of the next attempt; it counts for the minute after the last line (or
-for as long as between its last two lines), because the next line would have been written then.
+for as long as between its last two lines).
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ class OverTime:
         self.documents, self.prompt_tokens, self.completion_tokens, self.errors, self._ran = sums
 
     def add(self, history: History, until: float | None = None) -> None:
-        """Adds a rank.
-
-        Args:
-            until: its last attempt still runs, and ran until then.
-        """
+        """Adds a rank. ``until``: its last attempt still runs, and ran until then."""
         spans = [[attempt.started, attempt.last_seen] for attempt in history.attempts]
         if until is not None and spans:
             spans[-1][1] = max(spans[-1][1], until)
@@ -57,7 +51,7 @@ class OverTime:
         self.before += lines[0].documents.read
 
         def grown(value: Callable[[Progress], int]) -> Floats:
-            """What was there before the first line is left out; a clock that was set back does no harm."""
+            """Left out is what was there before the first line; a clock that was set back does no harm."""
             rising = np.maximum.accumulate([float(value(line)) for line in lines])
             return np.diff(np.interp(self.edges, np.maximum.accumulate(times), rising))
 
@@ -67,12 +61,10 @@ class OverTime:
         self.errors += grown(lambda line: sum(line.total.errors.values()))
 
     def rate(self, grown: Floats) -> list[float | None]:
-        """Per second; None where no rank ran."""
         values = grown / np.diff(self.edges)
         return [float(value) if ran else None for value, ran in zip(values, self._ran > 0, strict=True)]
 
     def count(self, times: Iterable[float]) -> list[int]:
-        """How many of the times lie in each interval."""
         inside = np.clip(list(times), self.edges[0], self.edges[-1])
         return [int(number) for number in np.histogram(inside, self.edges)[0]]
 
@@ -88,7 +80,6 @@ def time_axis(histories: Iterable[History], now: float | None = None) -> OverTim
 
 
 def _lines(history: History) -> tuple[list[float], list[Progress]]:
-    """The progress lines, and when each of them was true."""
     times: list[float] = []
     lines: list[Progress] = []
     last_seen = {attempt.number: attempt.last_seen for attempt in history.attempts}

@@ -34,7 +34,7 @@ class Chart:
 
     Attributes:
         edges: Unix seconds, ascending: where each interval starts, and where the last one ends.
-        lines: for each name a value for each interval; None: nothing is known of it.
+        lines: for each name a value for each interval; None: not known.
         interruptions: how many, for each interval.
     """
 
@@ -46,12 +46,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text.
-
-    Attributes:
-        columns: titles. One that ends with "#" is of numbers.
-        note: what is said above it.
-    """
+    """A column whose title ends with "#" is of numbers."""
 
     title: str
     columns: Sequence[str]
@@ -65,11 +60,9 @@ class Page:
 
     Attributes:
         where: the checkpoint folder or mirror, as it was given.
-        model: its name; "" if unknown.
         made_at: Unix seconds at which the state was read.
         age: how old it is.
         sums: what ``status`` says of each topic.
-        missing: what could not be shown, and why.
     """
 
     where: str
@@ -82,10 +75,8 @@ class Page:
     sums: Sequence[tuple[str, str]] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
-    missing: Sequence[str] = ()
 
     def html(self) -> str:
-        """The page as text, to be written as UTF-8."""
         as_of = f", as of {clock(self.made_at)}"
         topics = (element("div", element("dt", topic), element("dd", text)) for topic, text in self.sums)
         parts = {
@@ -93,7 +84,6 @@ class Page:
             "name": name(self.model or self.where),
             "state": element("span", self.state, class_=f"pill {self.tone}"),
             "about": element("p", name(self.where, 400), f"{as_of}. {self.age}"),
-            "notes": joined(element("p", line, class_="note") for line in self.missing),
             "sums": element("dl", *topics, class_="sums"),
             "sections": joined([*map(_chart, self.charts), *map(_table, self.tables)]),
             "footer": escaped(f"Written by datatrove-ckpt {self.version}{as_of}."),
@@ -186,7 +176,6 @@ def ticks(high: float) -> list[float]:
 
 
 def clock(at: float) -> str:
-    """A Unix time for people: "2026-11-21 18:05:00 UTC"."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
@@ -205,8 +194,7 @@ class Markup(str):
 def element(tag: str, /, *children: str, **attributes: Value) -> Markup:
     """One element. An underscore in an attribute's name stands for a hyphen, and one at its end is left out.
 
-    Args:
-        children: ``Markup`` is taken as it is; any other text is escaped.
+    ``Markup`` among the children is taken as it is; any other text is escaped.
     """
     given = [
         f' {key.rstrip("_").replace("_", "-")}="{escaped(value if isinstance(value, str) else number(value))}"'
@@ -217,22 +205,21 @@ def element(tag: str, /, *children: str, **attributes: Value) -> Markup:
 
 
 def joined(children: Iterable[str]) -> Markup:
-    """Several pieces of markup or text as one."""
     return Markup("".join(child if isinstance(child, Markup) else escaped(child) for child in children))
 
 
 def escaped(text: str) -> Markup:
-    """A text, for content and for attributes. Characters that no page may hold become U+FFFD."""
+    """Characters that no page may hold become U+FFFD."""
     return Markup(escape(_UNSHOWN.sub("\ufffd", text)))
 
 
 def name(text: str, limit: int = _MAX_NAME) -> Markup:
-    """A name from outside: shortened in its middle, and kept apart from the direction of the text around it."""
+    """A name from outside, kept apart from the direction of the text around it."""
     return element("bdi", shortened(text, limit))
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text with "..." in its middle if it has more than ``limit`` characters."""
+    """With "..." in its middle if it is longer."""
     if len(text) <= limit:
         return text
     half = (limit - 3) // 2
@@ -240,5 +227,5 @@ def shortened(text: str, limit: int) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate: at most one decimal, because a picture needs no more and a page of a thousand ranks less."""
+    """At most one decimal: it keeps the page of a thousand ranks small."""
     return f"{value:.1f}".removesuffix(".0")

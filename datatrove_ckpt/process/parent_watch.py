@@ -1,0 +1,49 @@
+"""Kills a worker process whose parent has died: its tasks must be free for the next run.
+
+Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A surviving worker of the actor's pool
+would hold the rank's lock, and its server the GPUs, for a result that nothing takes. Answers are already saved.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import multiprocess
+
+_THREAD_NAME = "datatrove-ckpt parent watch"
+_NOTICE_SECONDS = 0.5  # a signal came to parent and worker at the same time
+
+
+def is_pool_worker() -> bool:
+    """Whether this process is a worker of multiprocessing's pool, as datatrove's executors have it."""
+    return "PoolWorker" in str(multiprocess.current_process().name)
+
+
+def die_with_parent() -> None:
+    """Lets SIGKILL end this worker process as soon as its parent is gone."""
+    parent = multiprocess.parent_process()
+    if parent is None or any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
+        return
+    wait: Callable[[], object] = parent.join
+    if sys.platform == "linux":  # multiprocess watches a pipe, which other workers may hold open
+        try:
+            poll = select.poll()  # select() takes no descriptor beyond 1,023
+            poll.register(os.pidfd_open(parent.pid), select.POLLIN)
+            wait = poll.poll
+        except ProcessLookupError:
+            os._exit(1)
+        except OSError:  # the kernel or the container knows no pidfds
+            pass
+
+    def kill() -> None:
+        wait()
+        time.sleep(_NOTICE_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, name=_THREAD_NAME, daemon=True).start()

@@ -1,0 +1,167 @@
+"""Sets and restores the handlers of signals that stop ranks, and raises the signals again. No other module does.
+
+    a rank                 drains, then gives each signal its usual effect         ``preemption.py``
+    worker processes       the parent passes signals on, a worker ends its tasks   ``workers.py``, ``worker.py``
+    between two ranks      a task of Slurm is requeued, then the usual effect      ``handle_between_ranks``
+    a command              ends with one line                                      ``Interruption``
+
+They nest: the usual handler of an inner one is the outer one's, and at last the user's or Python's. The usual effect
+of a signal (``raise_again``) is a call of the user's handler, as datatrove's requeue handler. Where the default action
+would kill, it is SystemExit(128 + n), so that the ``finally`` blocks above run: datatrove's executor ends its manager
+process there, which would otherwise stay forever.
+
+A worker of multiprocessing's pool, as datatrove's executor has it, handles no signal: CPython's pool waits without end
+for the result of a worker that ends by itself, and its ``terminate`` waits for workers that do not end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import NoReturn, Self, TypeAlias
+
+from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.screen import leave_terminal
+from datatrove_ckpt.process.slurm_job import in_slurm_task, job_id_in_environment, requeue_if_preempted
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
+_OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)
+_FATAL = (signal.SIG_DFL, signal.default_int_handler)
+_EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+"""What ``signal.getsignal`` returns."""
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def may_handle(number: int) -> bool:
+    handler = signal.getsignal(number)
+    if handler is None:  # Python did not set it, and cannot restore it
+        return False
+    return handler is not signal.SIG_IGN or number not in _OF_TERMINALS
+
+
+class Handlers:
+    """Handles signals from ``install`` to ``restore``. Does nothing in other threads than the main thread.
+
+    In a process that is forked meanwhile, a signal has its usual effect.
+
+    Args:
+        receive: called with the number of a signal.
+
+    Attributes:
+        usual: the handlers to restore.
+    """
+
+    def __init__(self, receive: Callable[[int], object]) -> None:
+        self.usual: dict[int, Handler] = {}
+        self._receive = receive
+        self._pid = 0
+
+    def install(self, numbers: Iterable[int]) -> None:
+        self._pid = os.getpid()
+        if in_main_thread():
+            for number in numbers:
+                self.usual.setdefault(number, signal.signal(number, self._handle))
+
+    def restore(self) -> None:
+        while self.usual and in_main_thread():
+            signal.signal(*self.usual.popitem())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._receive(number)
+        else:
+            signal.signal(number, self.usual[number])
+            os.kill(os.getpid(), number)
+
+
+class Interruption:
+    """Lets signals that would end this process on the spot raise KeyboardInterrupt in a ``with`` block.
+
+    Attributes:
+        number: the signal that came.
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self.number: int | None = None
+        self._numbers = set(numbers)
+        self._handlers = Handlers(self._receive)
+
+    def __enter__(self) -> Self:
+        self._handlers.install(number for number in self._numbers if signal.getsignal(number) in _FATAL)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handlers.restore()
+
+    def _receive(self, number: int) -> None:
+        self.number = self.number or number
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def raise_again(numbers: Iterable[int]) -> None:
+    """Gives each signal its usual effect, through the stack. Returns if no signal ends this process.
+
+    Raises:
+        SystemExit: the signal's default action would end this process.
+        BaseException: what the handler raises.
+    """
+    leave_terminal()
+    for number in numbers:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            requeue_if_preempted()
+            _exit(number)
+        try:
+            with job_id_in_environment():
+                signal.raise_signal(number)
+        except BaseException as end:
+            raise end from None  # the rank's own end, as its context, would add nothing
+
+
+def _exit(number: int) -> NoReturn:
+    if event_loop.left_behind:  # Python would wait for it
+        end_by(number)
+    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
+        # Python waits for such threads at its exit, without a limit. The signal's default action would not.
+        timer = threading.Timer(_EXIT_SECONDS, end_by, [number])
+        timer.daemon = True
+        timer.start()
+    raise SystemExit(128 + number)
+
+
+def end_by(number: int) -> NoReturn:
+    leave_terminal()
+    with suppress(BaseException):  # of a handler in Python
+        os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the signal is blocked or handled, or another thread takes its time
+
+
+def _receive_between_ranks(number: int) -> None:
+    between_ranks.restore()
+    if signal.getsignal(number) is signal.SIG_DFL:
+        requeue_if_preempted()
+    with job_id_in_environment():
+        signal.raise_signal(number)
+
+
+between_ranks = Handlers(_receive_between_ranks)
+
+
+def handle_between_ranks(numbers: Iterable[int]) -> None:
+    """Installs ``between_ranks`` in a task of datatrove's Slurm executor, which may run several ranks in turn.
+
+    datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array, and SIGTERM has no handler: the job
+    of a task that is being preempted would count as failed.
+    """
+    if in_slurm_task():
+        kept = (None, signal.SIG_IGN, signal.default_int_handler)
+        between_ranks.install(number for number in numbers if signal.getsignal(number) not in kept)

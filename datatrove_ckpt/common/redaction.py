@@ -49,8 +49,7 @@ _SURE_NAME = re.compile(
 _SECRET_NAME = re.compile(r"(^|[._ ])(key|(?<!per_)token)$", re.IGNORECASE)
 _MAYBE_NAME = re.compile(r"secret|passw|credential|cookie|keys?$|tokens?$", re.IGNORECASE)
 _SECRET_WORD = re.compile("key|secret|passw|credential|authorization|cookie|(?<!per_)token$", re.IGNORECASE)
-# Of OpenAI and those who copied its form, the model hub, AWS, Google, GitHub, Groq, GitLab, NVIDIA, Perplexity and
-# Slack; JSON web tokens; HTTP's two schemes.
+# Of OpenAI and those who copied its form, of hubs, clouds and services; JSON web tokens; HTTP's two schemes.
 _SECRET_VALUE = re.compile(
     r"\b(sk-[\w-]{12,}|hf_\w{12,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|gsk_\w{12,}|"
     r"(glpat|nvapi|pplx)-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|xox[a-z]-[\w-]{10,}|(?i:bearer|basic)\s+[\w.+/=~-]{8,})"
@@ -392,9 +391,7 @@ class EnvironmentSecret:
         os.environ[self.variable] = value
 
     def reveal(self) -> str:
-        """Raises:
-        ConfigError: the environment variable did not reach this process.
-        """
+        """Raises ConfigError if the variable did not reach this process."""
         value = os.environ.get(self.variable)
         if value is None:
             raise ConfigError(

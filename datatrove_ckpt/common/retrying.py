@@ -1,7 +1,7 @@
 """What errors of servers, S3, the hub and others mean, and when a call that failed is made again.
 
-The table at the end has waiting times, and what a status means, for each service. Most libraries below fsspec raise
-classes of their own, which only this module reads.
+The table at the end has waiting times for each service. Only this module reads the error classes of the libraries below
+fsspec.
 """
 
 from __future__ import annotations
@@ -434,8 +434,8 @@ REJECTED = frozenset({400, 413, 414, 422, 431})
 BUSY = frozenset({502, 503, 504, 529})
 """With these it says that it is overloaded or not ready: they are no sign that it is dead."""
 
-# Until an endpoint answers; until a server of ours is ready; after a failed start, whose GPU memory takes a moment to
-# become free; before a server that died is restarted.
+# Until an endpoint answers; until a server of ours is ready; after a failed start (its GPU memory becomes free); before
+# a restart.
 ENDPOINT = RetryPolicy(first=0.25, longest=5.0)
 READY = RetryPolicy(first=0.05, longest=math.inf, growth=1.2)
 RELAUNCH = RetryPolicy(first=1.0, longest=1.0)

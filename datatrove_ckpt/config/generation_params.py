@@ -72,9 +72,7 @@ def merged(payload: JsonObject, key: str = "payload") -> tuple[JsonObject, dict[
 
 
 def refuse_unsendable(value: object, key: str = "payload", default: Callable[[object], object] | None = None) -> None:
-    """Raises:
-    ConfigError: JSON cannot express the value; begins with the key of the first such part.
-    """
+    """Raises ConfigError with the key of the first part that JSON cannot express."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if isinstance(value, dict):

@@ -381,9 +381,9 @@ def _check_url(url: Key) -> None:
         )
 
 
-# What an engine is: all that differs between the servers of a run. Three rules hold for every command line: the server
-# listens on 127.0.0.1, on a port that we choose; its API key is in the environment, never in argv, which every user of
-# the machine can read; ``model_kwargs`` come last and override our flags, except for the address and the key.
+# Three rules hold for every command line: the server listens on 127.0.0.1, on a port that we choose; its API key is in
+# the environment, never in argv, which every user of the machine can read; ``model_kwargs`` come last and override our
+# flags, except for the address and the key.
 
 
 HOST = "127.0.0.1"

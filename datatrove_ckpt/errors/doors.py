@@ -221,9 +221,10 @@ class Tasks(Remedy):
 
 @dataclass(frozen=True)
 class Repair(Remedy):
-    """Attributes:
-    what: the checkpoints.
-    retry: the start is a retry of dead letters: "now", "later" (once the run is complete), or "" (it is none).
+    """Repair the checkpoint, and start again.
+
+    Attributes:
+        retry: the start is a retry of dead letters: "now", "later" (once the run is complete), or "" (it is none).
     """
 
     what: str

@@ -40,7 +40,7 @@ from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.memory import ByteBudget, media_bytes
+from datatrove_ckpt.process.memory import ByteBudget
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
@@ -68,10 +68,10 @@ class DocumentLimit:
     """Holds back documents: ``acquire`` before each, in one task; ``release`` after each.
 
     Args:
-        media: the budget of bytes of all ranks of this process; None: the rank has its own.
+        media: the budget of bytes of all ranks that share this process.
     """
 
-    def __init__(self, config: InferenceConfig, *others: InferenceConfig, media: ByteBudget | None = None) -> None:
+    def __init__(self, config: InferenceConfig, *others: InferenceConfig, media: ByteBudget) -> None:
         self._most = most_documents(config, *others)
         self._rollouts = config.rollouts_per_document
         self._routers: list[Router] = []
@@ -82,7 +82,7 @@ class DocumentLimit:
             self._size = self._most
         self._in_work = 0
         self._room: asyncio.Future[None] | None = None
-        self._bytes = media or ByteBudget(media_bytes())
+        self._bytes = media
 
     async def acquire(self, size: int) -> None:
         """Waits for room for a document of ``size`` bytes, and takes it."""
@@ -145,9 +145,9 @@ class Scheduler:
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
     check_first: Callable[[Document], None]
+    media: ByteBudget
     check_writable: Callable[[bytes, str], bool] | None = None
     drop_media: Callable[[Document], None] | None = None
-    media: ByteBudget | None = None
 
     def __post_init__(self) -> None:
         first, *others = self.configs.values()

@@ -4,5 +4,5 @@
     servers/    launches, watches and restarts servers, and divides the node's GPUs among them
 
 ``servers`` imports ``client``, never the other way round. Neither touches a checkpoint, and neither imports datatrove,
-whose import would slow down each server process. Start at ``ServerHost`` in ``servers/host.py``.
+whose import would slow down each server process.
 """

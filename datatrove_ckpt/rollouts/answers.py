@@ -108,9 +108,7 @@ class AnswerForm:
 
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
-    """Raises:
-    ConfigError: the engine behind an endpoint or a script is unknown, and it matters.
-    """
+    """Raises ConfigError if the engine behind an endpoint or a script is unknown, and it matters."""
     engine = ENGINES[server_type]
     if engine.is_canned:
         return CANNED

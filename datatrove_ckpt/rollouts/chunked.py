@@ -26,22 +26,41 @@ _BOUNDARIES = (
 )
 
 
-class Ruler:
-    """Measures stretches of a text in units, such as tokens. ``starts``: where each unit begins."""
+class _Splitter:
+    """Splits a text at ``limit`` units, such as tokens. ``starts``: where each unit begins."""
 
-    def __init__(self, text: str, starts: Sequence[int]) -> None:
-        self._length = len(text)
+    def __init__(self, text: str, limit: int, starts: Sequence[int]) -> None:
+        self._text = text
+        self._limit = limit
         self._starts = starts
 
-    def size(self, start: int, end: int) -> int:
-        return bisect_left(self._starts, end) - bisect_left(self._starts, start)
+    def fits(self, start: int, end: int) -> bool:
+        """White space at the end does not count."""
+        while end > start and self._text[end - 1].isspace():
+            end -= 1
+        return bisect_left(self._starts, end) - bisect_left(self._starts, start) <= self._limit
 
-    def end(self, start: int, limit: int) -> int:
-        """The end of the longest stretch from ``start`` of at most this size; at least one character."""
-        last = bisect_left(self._starts, start) + limit
-        if last >= len(self._starts):
-            return max(self._length, start + 1)
-        return max(self._starts[last], start + 1)
+    def end(self, start: int) -> int:
+        """The end of the longest stretch from ``start`` that fits; at least one character."""
+        last = bisect_left(self._starts, start) + self._limit
+        end = len(self._text)
+        if last < len(self._starts):
+            end = self._starts[last]
+        return max(end, start + 1)
+
+    def pieces(self, start: int, end: int, boundaries: Sequence[re.Pattern[str]]) -> Iterator[tuple[int, int]]:
+        if self.fits(start, end):
+            yield start, end
+        elif not boundaries:
+            while start < end:
+                cut = min(end, self.end(start))
+                yield start, cut
+                start = cut
+        else:
+            stretch = self._text[start:end]
+            for cut in [*(start + match.end() for match in boundaries[0].finditer(stretch)), end]:
+                yield from self.pieces(start, cut, boundaries[1:])
+                start = cut
 
 
 def split_text(text: str, limit: int, starts: Sequence[int] | None = None) -> list[str]:
@@ -50,39 +69,15 @@ def split_text(text: str, limit: int, starts: Sequence[int] | None = None) -> li
     Args:
         starts: where each token begins: the limit is in tokens. None: it is in characters.
     """
-    ruler = Ruler(text, range(len(text)) if starts is None else starts)
+    splitter = _Splitter(text, limit, range(len(text)) if starts is None else starts)
     parts: list[tuple[int, int]] = []
-    for start, end in _pieces(text, 0, len(text), limit, ruler, _BOUNDARIES):
-        if parts and ruler.size(parts[-1][0], _trimmed(text, parts[-1][0], end)) <= limit:
+    for start, end in splitter.pieces(0, len(text), _BOUNDARIES):
+        if parts and splitter.fits(parts[-1][0], end):
             parts[-1] = (parts[-1][0], end)
         else:
             parts.append((start, end))
     stripped = [text[start:end].strip() for start, end in parts]
-    return list(filter(None, stripped)) or [text[: ruler.end(0, limit)]]
-
-
-def _pieces(
-    text: str, start: int, end: int, limit: int, ruler: Ruler, boundaries: tuple[re.Pattern[str], ...]
-) -> Iterator[tuple[int, int]]:
-    if ruler.size(start, _trimmed(text, start, end)) <= limit:
-        yield start, end
-    elif not boundaries:
-        while start < end:
-            cut = min(end, ruler.end(start, limit))
-            yield start, cut
-            start = cut
-    else:
-        stretch = text[start:end]
-        for cut in [*(start + match.end() for match in boundaries[0].finditer(stretch)), end]:
-            yield from _pieces(text, start, cut, limit, ruler, boundaries[1:])
-            start = cut
-
-
-def _trimmed(text: str, start: int, end: int) -> int:
-    """The end without white space."""
-    while end > start and text[end - 1].isspace():
-        end -= 1
-    return end
+    return list(filter(None, stripped)) or [text[: splitter.end(0)]]
 
 
 @dataclass

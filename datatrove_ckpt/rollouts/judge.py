@@ -18,7 +18,7 @@ from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.source import prompt_source
-from datatrove_ckpt.rollouts.templates import fill, parse
+from datatrove_ckpt.rollouts.templates import parse
 
 _OF_THE_ANSWER = ("system_prompt", "generation_params", "json_schema", "regex", "choice")
 _ANSWER = ("", "key", "answer")
@@ -136,12 +136,7 @@ class JudgeRollout(PromptRollout):
         text = prompt_source(document, self.prompt_column)
         if not isinstance(text, str):
             text = document.text
-        template = self.judge_prompt
-
-        def filled(text: str) -> str:
-            return fill(template, document, text, **values)
-
-        content = filled(await self._cut(template, filled, text, None))
+        content = await self._filled(self.judge_prompt, document, text, **values)
         params = self.judge_params
         if params is None:
             params = {"temperature": 0}

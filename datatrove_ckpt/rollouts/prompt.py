@@ -127,14 +127,18 @@ class PromptRollout(OneRequest):
                 )
             check_message_urls(source, self.media_urls)
             return with_media({"messages": with_system(self.system_prompt, source), **self._params()}, parts)
-        filled = partial(fill, self.prompt, document)
-        content = filled(await self._cut(self.prompt, filled, source, self.system_prompt))
+        content = await self._filled(self.prompt, document, source, self.system_prompt or "")
         return with_media(chat_payload(self.system_prompt, content, self._params()), parts)
 
-    async def _cut(self, template: str, filled: Filled, text: str, system_prompt: str | None) -> str:
+    async def _filled(
+        self, template: str, document: Document, text: str, system_prompt: str = "", **values: str
+    ) -> str:
+        def filled(part: str) -> str:
+            return fill(template, document, part, **values)
+
         if self.max_chars is not None:
             text = cut_to_chars(filled, text, times_text(template), self.max_chars)
-        return await cut_to_limit(self, template, filled, text, system_prompt or "")
+        return filled(await cut_to_limit(self, template, filled, text, system_prompt))
 
 
 @dataclass

@@ -1,6 +1,4 @@
-"""For tests: a server that counts requests, and disks that crash a job wherever it can crash.
-
-Users test their own rollouts, adapters and writers with it. Nothing in the package imports it. Start at
+"""For tests, of users too: a server that counts requests, and disks that crash a job wherever it can crash. Start at
 ``assert_same_output_after_crash``.
 """
 

@@ -369,7 +369,7 @@ def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(server:
 def test_a_rank_that_is_stopped_while_documents_wait_for_memory_ends_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    for module in ("rollouts.media", "generation.scheduler"):
+    for module in ("rollouts.media", "inference.servers.host"):
         monkeypatch.setattr(f"datatrove_ckpt.{module}.media_bytes", lambda: 1)
     size = (400, 300)
     for index in range(4):

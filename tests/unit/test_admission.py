@@ -17,6 +17,7 @@ from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.inference.servers import probes
 from datatrove_ckpt.inference.servers.probes import Admission, Metrics, adapt_admission
+from datatrove_ckpt.process.memory import ByteBudget
 from tests.simulated_engine import Engine, Lengths, Simulation
 
 ENGINES: dict[str, Callable[[], Engine]] = {
@@ -190,7 +191,7 @@ class Work:
         self.router.targets.append(self.target)
         self.documents = 0
         self.most = 0
-        self.limit = DocumentLimit(settings)
+        self.limit = DocumentLimit(settings, media=ByteBudget(1))
         self._rollout = rollout
 
     async def run(self, turns: int) -> None:

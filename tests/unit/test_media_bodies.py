@@ -217,10 +217,9 @@ async def test_who_is_cancelled_gives_his_room_to_the_next() -> None:
     assert budget.held == 3
 
 
-async def test_large_documents_wait_for_bytes_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datatrove_ckpt.generation.scheduler.media_bytes", lambda: 1_000_000)
+async def test_large_documents_wait_for_bytes_and_small_ones_do_not() -> None:
     config = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100)
-    limit = DocumentLimit(config)
+    limit = DocumentLimit(config, media=ByteBudget(1_000_000))
     for _ in range(10):
         await limit.acquire(50_000)
     for _ in range(2):

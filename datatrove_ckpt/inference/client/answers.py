@@ -29,6 +29,8 @@ _CONTENT = (str, list)
 _REASON = (str, type(None))
 _CHOICE = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+_Read = Callable[[JsonObject], tuple[object, object, object]]
+"""Text, reasoning and tool calls of a choice."""
 _SHOWN = 200  # characters
 
 _NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")
@@ -249,7 +251,7 @@ def _check_number(found: int, number: object) -> None:
         raise RetryableError(f"the answer has {found} of {number} choices")
 
 
-def _completion(raw: bytes, read: Callable[[JsonObject], tuple[object, object, object]]) -> Completion:
+def _completion(raw: bytes, read: _Read) -> Completion:
     answer = _answer(raw)
     choices = answer.get("choices")
     usage = _usage(answer)
@@ -290,9 +292,7 @@ def _name(completion: Completion, answer: JsonObject) -> None:
         completion.model = model
 
 
-def _choice(
-    choice: JsonObject, usage: JsonObject, read: Callable[[JsonObject], tuple[object, object, object]]
-) -> Completion:
+def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     if choice.get("error"):
         _refuse_error("the answer's choice", choice["error"])
     text, reasoning, tool_calls = read(choice)

@@ -102,14 +102,16 @@ _HINT = (
 
 @dataclass(slots=True)
 class ClientStats:
-    """Attributes:
-    requests: attempts sent.
-    retries: failed attempts whose request was sent again.
-    resent: attempts that were lost with their server, and whose request was sent again.
-    without_reason: answers without a finish_reason.
-    pausing: requests that wait for their next attempt.
-    cancelled: attempts that their rollout, or the end of the event loop, cut off.
-    errors: attempts without an answer, by kind.
+    """Counters of one client.
+
+    Attributes:
+        requests: attempts sent.
+        retries: failed attempts whose request was sent again.
+        resent: attempts that were lost with their server, and whose request was sent again.
+        without_reason: answers without a finish_reason.
+        pausing: requests that wait for their next attempt.
+        cancelled: attempts that their rollout, or the end of the event loop, cut off.
+        errors: attempts without an answer, by kind.
     """
 
     requests: int = 0
@@ -162,11 +164,10 @@ class Outage:
             self._since = since
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
-        """Args:
-            oldest: returns the seconds for which the oldest request in flight has been in flight.
+        """Raises ServerUnavailable if no request was answered for ``patience`` seconds.
 
-        Raises:
-            ServerUnavailable: no request was answered for ``patience`` seconds.
+        Args:
+            oldest: returns the seconds for which the oldest request has been in flight.
         """
         self.begun(failure.unreachable, self.clock())
         waited = self.seconds
@@ -453,9 +454,7 @@ class CompletionClient:
                 self.stats.pausing -= 1
 
     def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
-        """Raises:
-        RequestFailed, ServerUnavailable: there will be no further attempt.
-        """
+        """Raises RequestFailed or ServerUnavailable if there will be no further attempt."""
         self.outage.failed(failure, self.servers.oldest_in_flight)
         failures = clock.failed(failure, self._config.request_max_attempts)
         advice = failure.asked_wait
@@ -550,9 +549,8 @@ class CompletionClient:
             raise
 
     def _check_reason(self, answer: Completion, url: HiddenUrl, target: Target, request: Request) -> None:
-        """Raises:
-        RetryableError: the answer may be cut off.
-        ServerRefused: this server gives no finish_reason, as far as can be told.
+        """Raises RetryableError for an answer that may be cut off, and ServerRefused if this server gives no
+        finish_reason.
         """
         if answer.finish_reason:
             target.gives_reasons = True

@@ -37,10 +37,7 @@ _ROWS = ("data", "results")
 
 
 def typed_way(name: str, path: str, count: int) -> Way:
-    """Args:
-    name: "embed", "classify" or "score".
-    count: how many texts are asked about.
-    """
+    """The way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
     return Way(way_to(path).path, partial(_PARSERS[name], count=count), f"{name}()", is_shared=name == "embed")
 
 

@@ -29,10 +29,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(latency: float, api_key: str | None) -> web.Application:
-    """Args:
-    latency: seconds each answer takes.
-    api_key: bearer token for requests to /v1.
-    """
+    """The server. ``latency``: seconds each answer takes; ``api_key``: bearer token for requests to /v1."""
 
     @web.middleware
     async def check_key(request: web.Request, handler: _Handler) -> web.StreamResponse:

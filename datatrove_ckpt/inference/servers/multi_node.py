@@ -83,9 +83,7 @@ class HeadNode:
             writer.write(_START)
 
     async def watch(self) -> None:
-        """Raises:
-        ServerDied: a worker node is lost.
-        """
+        """Raises ServerDied once a worker node is lost."""
         raise ServerDied(await asyncio.shield(self._lost_node))
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -162,11 +160,9 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
 
 
 async def _report_death(server: InferenceServer, writer: asyncio.StreamWriter) -> None:
-    try:
-        await server.watch()
-    except ServerDied as error:
-        logger.warning(str(error))
-        writer.write(_DIED)
+    code = await server.watch()
+    logger.warning(await server.report(f"died with exit code {code}", code))
+    writer.write(_DIED)
 
 
 async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
@@ -211,8 +207,7 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
 
 
 # The nodes of one task prove that they know DATATROVE_CKPT_LINK_KEY by HMAC-SHA256 of a random number that the other
-# end chose. ``InferenceConfig`` makes the key where a run is submitted, and sbatch and srun pass the environment on. A
-# file would need a folder that all nodes share, and others can read argv and the pickled step.
+# end chose. ``InferenceConfig`` makes the key where a run is submitted; others can read argv and the pickled step.
 
 
 HEAD = b"head"

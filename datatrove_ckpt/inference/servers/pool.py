@@ -223,9 +223,7 @@ class ServerSupervisor:
             await (self.server.kill() if is_late else self.server.stop())
 
     async def supervise(self) -> NoReturn:
-        """Raises:
-        ServerDied: the server may not be restarted again.
-        """
+        """Raises ServerDied once the server may not be restarted again."""
         while True:
             cause = await self._until_death()
             self._tell("death", cause)
@@ -241,6 +239,7 @@ class ServerSupervisor:
     async def _until_death(self) -> str:
         """Watches the server until it is dead; the cause."""
         self._watching = True
+        self._exit_code: int | None = None
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
         if self.config.max_concurrent_generations == "auto":
             router = self.model_servers.router
@@ -258,13 +257,11 @@ class ServerSupervisor:
             for task in started:
                 task.cancel()
             await asyncio.gather(*started, return_exceptions=True)
-        if "\n" in cause:
-            return cause
-        return await self.server.report(cause)
+        return await self.server.report(cause, self._exit_code)
 
     def mark_dead(self, cause: str) -> None:
         if not self._death_cause.done():
-            self._death = self.model_servers.router.mark_dead(self.target, cause.partition("\n")[0])
+            self._death = self.model_servers.router.mark_dead(self.target, cause)
             self._death_cause.set_result(cause)
 
     async def _restart(self, cause: str) -> None:
@@ -284,9 +281,7 @@ class ServerSupervisor:
                 return
 
     def _next_backoff(self, cause: str) -> float:
-        """Raises:
-        ServerDied: there were too many restarts within the window.
-        """
+        """Raises ServerDied after too many restarts within the window."""
         now = time.monotonic()
         allowed = self.config.server_max_restarts
         while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
@@ -303,10 +298,8 @@ class ServerSupervisor:
         return retrying.RESTART.wait(len(self._recent_restarts))
 
     async def _watch_process(self) -> None:
-        try:
-            await self.server.watch()
-        except ServerDied as error:
-            self.mark_dead(str(error))
+        self._exit_code = await self.server.watch()
+        self.mark_dead(f"died with exit code {self._exit_code}")
 
     async def _watch_health(self) -> None:
         while True:

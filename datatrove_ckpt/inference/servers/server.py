@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from loguru import logger
 
@@ -44,7 +43,7 @@ from datatrove_ckpt.config.inference_config import (
     Nodes,
 )
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import ServerDied, ServerStartFailed
+from datatrove_ckpt.errors import ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.inference.servers.node import (
     GpuLease,
@@ -174,9 +173,7 @@ class InferenceServer:
                 await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def _start_once(self) -> None:
-        """Raises:
-        _StartAttemptFailed: the server ended, or did not become ready. No process of it is left.
-        """
+        """Raises _StartAttemptFailed if the server does not become ready. No process of it is left then."""
         await self.stop()
         try:
             await self.launch()
@@ -281,20 +278,28 @@ class InferenceServer:
     async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:
         """``what`` is wrong with the server, with its command and the end of its log; and the cause, if it is known."""
         log = await asyncio.to_thread(self._log)
-        said = f"The {self.config.server_type} server {what}."
         cause = find_cause(exit_code, log)
-        return report(said, self._command.argv, self._log_path, log, cause), cause
+        lines = [f"The {self.config.server_type} server {what}."]
+        if cause is not None:
+            lines.append(f"Cause: {cause.text}")
+        lines.append(f"Command: {redacted_command(self._command.argv)}")
+        tail = log.rstrip().splitlines()[-LOG_TAIL_LINES:]
+        lines.append(f"End of its log ({self._log_path}):" if tail else f"Its log is empty ({self._log_path}).")
+        lines += [f"  {line}" for line in tail]
+        return "\n".join(lines), cause
 
-    async def report(self, what: str) -> str:
-        return (await self._explained(what))[0]
+    async def report(self, what: str, exit_code: int | None = None) -> str:
+        return (await self._explained(what, exit_code))[0]
 
-    async def watch(self) -> NoReturn:
+    async def watch(self) -> int:
+        """The exit code, once the server died. One that is stopped does not die."""
         process = self._process
-        if process is not None:
-            code = await process.wait()
-            if process.lifeline is not None:
-                raise ServerDied((await self._explained(f"died with exit code {code}", code))[0])
-        await wait_until_cancelled()
+        if process is None:
+            await wait_until_cancelled()
+        code = await process.wait()
+        if process.lifeline is None:
+            await wait_until_cancelled()
+        return code
 
     async def kill(self) -> None:
         """Stops the server by SIGKILL."""
@@ -554,17 +559,6 @@ def last_line(log: str) -> str:
                 return shown
             return f"{shown[:_SHOWN_LINE]}..."
     return ""
-
-
-def report(what: str, argv: tuple[str, ...], log_path: Path | None, log: str, cause: Cause | None = None) -> str:
-    lines = [what]
-    if cause is not None:
-        lines.append(f"Cause: {cause.text}")
-    lines.append(f"Command: {redacted_command(argv)}")
-    tail = log.rstrip().splitlines()[-LOG_TAIL_LINES:]
-    lines.append(f"End of its log ({log_path}):" if tail else f"Its log is empty ({log_path}).")
-    lines += [f"  {line}" for line in tail]
-    return "\n".join(lines)
 
 
 def redacted_command(argv: tuple[str, ...]) -> str:

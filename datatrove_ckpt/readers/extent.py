@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.readers.inputs import Inputs
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 Unit: TypeAlias = Literal["bytes", "rows"]
 
@@ -37,6 +35,14 @@ class Reached(NamedTuple):
 
 
 UNKNOWN = Reached(0, None, None)
+
+
+class MeasuredInputs(Protocol):
+    """See ``inputs.Inputs``."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    def size_for_people(self, index: int) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +97,7 @@ class InputExtent:
         is_near: a size costs no request.
     """
 
-    def __init__(self, inputs: Inputs, limit: int, is_near: bool = True) -> None:
+    def __init__(self, inputs: MeasuredInputs, limit: int, is_near: bool = True) -> None:
         self.total: float | None = None
         """In bytes; None: not known, or not yet: see ``measure``."""
         self.measuring: threading.Thread | None = None

@@ -162,7 +162,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         The others are datatrove's.
     """
 
-    _format: ClassVar[str] = "parquet"
+    format: ClassVar[str] = "parquet"
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         The others are datatrove's.
     """
 
-    _format: ClassVar[str] = "ipc"
+    format: ClassVar[str] = "ipc"
     _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "stream")
 
     def __init__(

@@ -86,7 +86,7 @@ class BlockInput:
 
     def __init__(self, reader: FilesReader) -> None:
         self._reader = reader
-        self._inputs: Inputs = reader._list_inputs(0, 1, None)
+        self._inputs: Inputs = reader.list_inputs(0, 1, None)
         self.names = self._inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
@@ -185,7 +185,7 @@ class BlockInput:
     def _kind(self) -> str:
         """What the blocks depend on, beside the files."""
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-        return f"{self._reader._format}/{options}/{line_blocks.GROUP_BYTES}"
+        return f"{self._reader.format}/{options}/{line_blocks.GROUP_BYTES}"
 
     def _index_file(self, number: int) -> FileIndex:
         file = self._open(number, None)

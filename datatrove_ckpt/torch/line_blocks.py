@@ -32,7 +32,7 @@ class LineBlocks(BlockFile):
         self._keys = keys
         self._reader = reader
         self._name = name
-        self._is_plain = reader._codec(name) is None
+        self._is_plain = reader.codec(name) is None
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
         self._at = 0  # offset in the content
@@ -66,7 +66,7 @@ class LineBlocks(BlockFile):
         self._part = b""
 
     def _count(self) -> Iterator[Group]:
-        with self._reader._open(self._name) as file:
+        with self._reader.open_content(self._name) as file:
             while part := file.read(GROUP_BYTES):
                 if not part.endswith(b"\n"):
                     part += file.readline()
@@ -78,7 +78,7 @@ class LineBlocks(BlockFile):
         group = self.index.groups[number]
         if self._file is None or (offset < self._at and not self._is_plain):
             self.close()
-            self._file = self._stack.enter_context(self._reader._open(self._name))
+            self._file = self._stack.enter_context(self._reader.open_content(self._name))
             self._at = 0
         if self._is_plain:
             self._file.seek(offset)

@@ -1,8 +1,7 @@
 """How large a rank's input is, and how much of it lies before a document, for percent and time left.
 
-The unit is stored bytes of the input files, because a listing knows them. Within a file, the format says how its places
-become bytes (``FileExtent``). No file is opened for this, and a document costs nothing: a position refers to its file's
-extent, and is inspected once a minute.
+The unit is stored bytes, because a listing knows them. Within a file, the format says how its places become bytes. No
+file is opened for this, and a document costs nothing: a position refers to its file's extent.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class FileExtent:
 
     Attributes:
         before: bytes of the files before this one.
-        size: bytes of this file.
         per: bytes for each unit of a place's first number; None: not known.
         starts: for places of group and row: which part of the file lies before each group, from 0 to 1, with a last 1.
         lengths: rows of a group, as far as they are known.

@@ -8,9 +8,8 @@ A ``FilePosition`` is (offset after the line, lines so far, offset of the line, 
 and the file's first 64 kB as far as they come before the position, so what was not read yet may be corrected. Release
 0.1.0 hashed the line alone, and wrote four numbers.
 
-No index is used for gzip or zstd. A state is too small for one, and an index beside the input would have to be written,
-found and trusted. Decompressing costs 9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s for
-zstd, while the server starts.
+No index is used for gzip or zstd: beside the input it would have to be written, found and trusted. Decompressing costs
+9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s for zstd, while the server starts.
 """
 
 from __future__ import annotations
@@ -283,10 +282,7 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
 
 
 def _rest_of_line(file: IO[bytes], name: str) -> bytes:
-    """
-    Raises:
-        InputError: it is too long for a line.
-    """
+    """Raises InputError if it is too long for a line."""
     rest = read_line(file)
     if len(rest) >= MAX_LINE_BYTES:
         raise InputError(

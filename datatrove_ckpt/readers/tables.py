@@ -110,8 +110,6 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class RetryingFile:
-    """A remote file whose reads are repeated."""
-
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._file = file
         self._name = name

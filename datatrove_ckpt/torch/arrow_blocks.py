@@ -96,7 +96,6 @@ class ArrowBlocks(TableFile):
         return self._readers[columns]
 
     def _walk(self) -> tuple[pa.Schema, list[_Message]]:
-        """Returns the schema, and the record batches."""
         import pyarrow as pa
 
         size = self._source.seek(0, 2) or self._source.tell()

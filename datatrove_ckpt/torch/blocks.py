@@ -1,7 +1,6 @@
 """An input as blocks of rows, each of which can be read alone.
 
-Training loops need the number of rows, and rows in an order that does not follow the files. A block is a row group or
-record batch, or a slice of one, so that its memory does not grow with the groups of a file.
+A block is a row group or record batch, or a slice of one, so that its memory does not grow with the groups of a file.
 
     blocks = BlockInput(ParquetReader("corpus"))
     sum(block.rows for block in blocks)             rows of the whole input
@@ -57,7 +56,6 @@ class Block:
     Attributes:
         file: the number of the file, in the reader's order.
         first: the number of the first row in the file.
-        rows: the number of rows.
         bytes: their rough size in memory, with all columns.
     """
 
@@ -114,7 +112,7 @@ class BlockInput:
         """Reads the rows of a block.
 
         Args:
-            columns: the names of the columns; None: all. A line of JSONL may lack some, and has None there.
+            columns: None: all. A line of JSONL may lack some, and has None there.
 
         Raises:
             ConfigError: a file has no such column.
@@ -127,11 +125,7 @@ class BlockInput:
         return self._unified.apply(rows, self.names[block.file])
 
     def unify(self, columns: Sequence[str] | None) -> None:
-        """Gives rows of all files the same types, in these columns.
-
-        Raises:
-            ConfigError: a file lacks a column, or the types of a column cannot be unified.
-        """
+        """Gives rows of all files the same types, in these columns: see ``Unified``."""
         schemas: dict[bytes, str] = {}
         for name, file in zip(self.names, self._index, strict=True):
             if file.rows:
@@ -145,7 +139,6 @@ class BlockInput:
             self._opened[file].let_go()
 
     def close(self) -> None:
-        """Closes the files until they are read again."""
         while self._opened:
             self._opened.popitem()[1].close()
 
@@ -183,7 +176,6 @@ class BlockInput:
 
     @property
     def _kind(self) -> str:
-        """What the blocks depend on, beside the files."""
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
         return f"{self._reader.format}/{options}/{line_blocks.GROUP_BYTES}"
 

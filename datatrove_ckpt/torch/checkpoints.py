@@ -11,8 +11,7 @@
                 checkpoints.maybe_save(step, loader=loader, metrics={"loss": loss}, **states)
 
 All ranks make the same calls at the same steps. A save stops the training for a copy of the states in the host's
-memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee and Chidambaram, FAST'21), and another thread copies the
-newest step to the remote. On a signal or before the end of Slurm's time, the next ``maybe_save`` saves and raises.
+memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee and Chidambaram, FAST'21).
 """
 
 from __future__ import annotations
@@ -377,7 +376,6 @@ class TrainingCheckpoints:
         self._hand_over(name, contents, numbers, began)
 
     def _hand_over(self, name: StepName, contents: Contents, metrics: dict[str, float], began: float) -> None:
-        """Gives a copy of the states to the writing thread."""
         if self._is_owner and self._asynchronous:
             try:
                 contents = self._snapshot.take(contents)
@@ -520,7 +518,6 @@ class TrainingCheckpoints:
         return self._ranks.rank == 0 and self._steps.store is not None
 
     def _upload(self) -> None:
-        """Copies the newest step to the remote, and removes old steps there, until there is no newer step."""
         assert self._steps.store is not None
         while self._not_copied is not None or max(self._manifests) != self._copied:
             name = max(self._manifests)
@@ -615,7 +612,6 @@ class TrainingCheckpoints:
         raise CheckpointCorrupt(f"{self._steps.folder} has no step that is whole: {' '.join(passed)}")
 
     def _names(self) -> list[StepName]:
-        """Returns the steps in this rank's own folder and in the remote."""
         if not self._is_owner:
             return []
         with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads

@@ -28,15 +28,12 @@ _UNEVEN = 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a dataset that decide which rows each worker reads."""
-
     seed: int | None
     window: Window
     even: Even
     batch: int
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a value that is not allowed."""
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigError(f"shuffle_seed must be an integer or None, not {self.seed!r}.")
         if self.even not in ("drop", "repeat", None):
@@ -51,11 +48,7 @@ class Settings:
 
 
 def parse_window(window: int | str) -> Window:
-    """Parses a number of rows, or of bytes with a unit, such as "256MB".
-
-    Raises:
-        ConfigError: the window is neither.
-    """
+    """Parses a number of rows, or of bytes with a unit, such as "256MB"."""
     if isinstance(window, str):
         size = parse_bytes(window)
         if size is not None:
@@ -66,10 +59,7 @@ def parse_window(window: int | str) -> Window:
 
 
 class Plan:
-    """The rows of one worker.
-
-    Args:
-        then: the state that the epoch continues, of this slot or of all; None: from its beginning.
+    """The rows of one worker. ``then``: the state that the epoch continues, of this slot or of all.
 
     Raises:
         CheckpointMismatch: the state belongs to another slot, or another order.
@@ -104,12 +94,10 @@ class Plan:
             self.skipped = then.skipped
 
     def places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
-        """Returns shares and rows of this worker's samples from ``low`` to ``high``."""
         places = self._topology.places(self.slot.rank, self.slot.worker, np.arange(low, high))
         return self.order.locate(self._remaining.positions(places))
 
     def state(self, samples: int, input_state: State) -> DatasetState:
-        """Returns the state after so many samples of this worker."""
         return DatasetState(
             epoch=self.epoch,
             order=self.settings.order | {"shares": self.shares},
@@ -171,7 +159,6 @@ class Epoch(Iterator[object]):
 
     Args:
         columns: samples are rows of these columns; None: documents.
-        transform: makes a sample of such a row or document, or None.
         after_end: the loaded state is of the end of the epoch before.
 
     Attributes:
@@ -213,8 +200,7 @@ class Epoch(Iterator[object]):
     def check_used(self, next_epoch: int) -> None:
         """Raises CheckpointMismatch before the next epoch if this epoch gave nothing.
 
-        A loader without workers keeps in its state that its dataset has ended. If that state was saved at the last
-        batch of an epoch, and the loop resumes in the epoch after it, the loader reads nothing.
+        A loader without workers that resumes with a state of the last batch of the epoch before reads nothing.
         """
         if self._after_end and not self._is_used and self._plan.samples and next_epoch != self._plan.epoch:
             self._after_end = False
@@ -256,9 +242,6 @@ class Epoch(Iterator[object]):
         """Returns a sample in place of the worker's row with this number, which holds no document.
 
         Ranks that must be even get the worker's next document twice, which depends on the order alone. Others: None.
-
-        Raises:
-            InputError: no row of the worker's share is a document.
         """
         is_even = self._plan.settings.even is not None
         if not self._skipped:

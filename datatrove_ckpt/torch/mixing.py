@@ -119,12 +119,11 @@ class _Source:
     """Where a source is.
 
     Attributes:
-        number: its index.
-        passes: how often it has begun again.
+        passes: how often the source has begun again.
         has_given: whether this pass gave a sample. Else the source does not begin again.
         has_ended: whether a pass has ended.
-        is_live: whether it is drawn.
-        last: its state at its end.
+        is_live: whether the source is drawn.
+        last: the state at its end.
     """
 
     number: int

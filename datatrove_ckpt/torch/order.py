@@ -8,12 +8,9 @@ samples before it) is all that a state needs, and another number of ranks or wor
            -> each share is read window by window; the rows of a window come in shuffled order
            -> position p is row p // shares of share p % shares, while all shares have rows
 
-Canonical shares that are dealt out to workers are the idea of MosaicML Streaming (``num_canonical_nodes``). There nodes
-keep files; here a worker reads only some of the blocks: with as many workers as shares, each block is read once. The
-number of shares follows from the window and the input, and never from the workers.
-
-A compressed file is read from its beginning. Its blocks keep their order, and a share reads up to ``OPEN_STREAMS`` such
-files at a time. So their rows mix with rows of other files, and with rows of their own file within the window.
+Canonical shares are the idea of MosaicML Streaming (``num_canonical_nodes``). Here a worker reads only some of the
+blocks: with as many workers as shares, each block is read once. The number of shares follows from the window and the
+input alone. Blocks of a compressed file keep their order, and a share reads up to ``OPEN_STREAMS`` of them at a time.
 
 Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with its version.
 """
@@ -93,7 +90,6 @@ class BlockTable:
 
     @cached_property
     def used(self) -> Numbers:
-        """The blocks that have rows."""
         return np.flatnonzero(self.rows)
 
     def weights(self, window: Window) -> Numbers:
@@ -111,8 +107,6 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Parts of blocks, in the order in which they are read."""
-
     block: Numbers
     start: Numbers
     rows: Numbers
@@ -136,15 +130,12 @@ class OpenWindow:
 
 
 class Share:
-    """One canonical share: a fixed sequence of rows."""
-
     def __init__(
         self, pieces: Pieces, weights: Numbers, limit: float, salt: int | None, files: Numbers | None = None
     ) -> None:
         """``salt``: of the permutations; None: rows in the order of the input.
 
-        ``files``: the file of each block; given if a window has one stretch of each file only. Then files take turns,
-        because two rows of one file are always near each other.
+        ``files``: the file of each block, if a window has one stretch of each file only. Then files take turns.
         """
         self._pieces = pieces
         self._salt = salt
@@ -154,7 +145,6 @@ class Share:
         self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1]
 
     def window_of(self, rows: Numbers) -> Numbers:
-        """Returns the windows of these rows of the share."""
         found: Numbers = np.searchsorted(self._ends, rows, side="right")
         return found
 
@@ -186,7 +176,6 @@ class EpochOrder:
         self._starts = np.concatenate([[0], np.cumsum(counts * np.diff(self._levels))])
 
     def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the share of each position, and its row there."""
         share = np.empty_like(positions)
         row = np.empty_like(positions)
         level = np.searchsorted(self._starts, positions, side="right") - 1
@@ -221,10 +210,7 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
 
 
 def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Window, count: int) -> EpochOrder:
-    """Makes ``count`` shares of whole files, which may differ in length.
-
-    A share has at least ``OPEN_BLOCKS`` blocks in its window, because a worker that reads one share mixes only these.
-    """
+    """Makes ``count`` shares of whole files, which may differ in length, with at least ``OPEN_BLOCKS`` in a window."""
     share_of = deal_files(table, count)[table.file[table.used]]
     weights = table.weights(window)
     limit = max(window.limit / count, min(window.limit, OPEN_BLOCKS * table.mean(window)))
@@ -298,8 +284,7 @@ def scramble(count: int, salt: int) -> Numbers:
 def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numbers:
     """Changes a shuffled ``order`` so that each stretch has its part of each file's rows.
 
-    Each turn has one row of each of the files with equal numbers of rows, in any order. So neighbours are of one file
-    only where a turn ends and the next begins.
+    Each turn has one row of each of the files with equal numbers of rows, in any order.
     """
     numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
     file = np.repeat(of_file, pieces.rows)

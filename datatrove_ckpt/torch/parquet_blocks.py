@@ -84,7 +84,6 @@ class ParquetBlocks(TableFile):
         self._source.close()
 
     def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _GroupRows:
-        """Returns the rows of a group from ``row`` on, from the current place if that is not behind."""
         found = self._group
         self._group = None  # also if this fails
         if found is None or found.key != (group, columns) or found.row > row:

@@ -1,12 +1,9 @@
 """Keeps the numbers of rows of files, so that the next process need not read the files again.
 
-JSONL is counted by reading all of it: 1 to 2 GB per second from a page cache. Remote Parquet and Arrow files cost some
-requests each. The counts of an input are one small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept),
-else ``datatrove-ckpt/rows`` in the user's cache folder. Nodes that share the folder share the counts: the first process
-counts, and the others wait for it.
-
-A count is used while the file has the same size, time of change and sample (see ``Inputs.sample``). Reading notices a
-wrong count, see ``block_file.changed``. The file may be deleted at any time.
+JSONL is counted by reading all of it, 1 to 2 GB per second from a page cache. The counts of an input are one small file
+in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), else ``datatrove-ckpt/rows`` in the user's cache folder.
+Of nodes that share the folder the first one counts. A count is used while size, time of change and sample of the file
+are the same (see ``Inputs.sample``). Reading notices a wrong count. The file may be deleted at any time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What ``ReaderDataset``, ``Pack`` and ``Mix`` share: one iteration at a time, its state, what copies in workers see.
 
-``Pack`` and ``Mix`` are wrappers: iterables around sources, whose state holds the states of the sources. A source is
-any iterable with ``state_dict`` and ``load_state_dict``, also a streaming dataset of Hugging Face or a loader. Its
-state must be the one of its latest iterator, as in torchdata.
-
-With torch these are its iterable datasets, which torchdata's StatefulDataLoader needs.
+``Pack`` and ``Mix`` are wrappers: iterables around sources, such as streaming datasets of Hugging Face, whose states
+they hold. The state of a source must be that of its latest iterator, as in torchdata, whose StatefulDataLoader needs
+iterable datasets of torch.
 """
 
 from __future__ import annotations
@@ -70,19 +68,15 @@ class Handle(Iterator[object]):
 
 
 class Iterations:
-    """The iterations over one dataset, in one process."""
-
     def __init__(self) -> None:
         self._begun: list[ref[Handle]] = []
 
     def begin(self, samples: Iterator[object], note_read: Callable[[], None]) -> Handle:
-        """Begins an iteration. Its first sample calls ``note_read``."""
         handle = Handle(samples, note_read)
         self._begun = [*self._running(), ref(handle)]
         return handle
 
     def forget(self) -> None:
-        """Forgets the iterations before a position was loaded."""
         self._begun = []
 
     def check(self, owner: object) -> None:
@@ -118,8 +112,8 @@ _ENDED = 2
 class Shared:
     """Numbers that a dataset and its copies in workers share, in shared memory with torch.
 
-    A worker has a copy of the dataset from its start: else it would not see later calls of the original, and the
-    original would not see what the worker reads. ``worker``: its number; None: the process of the training loop.
+    A worker has a copy of the dataset, which else sees no later calls. ``worker``: its number; None: the process of the
+    training loop.
     """
 
     def __init__(self) -> None:
@@ -146,7 +140,6 @@ class Shared:
         self._numbers[_EPOCH] = epoch
 
     def note_read(self, worker: int | None) -> None:
-        """Notes that a sample of the current epoch was taken."""
         self._mark(_READ, worker)
         if worker is not None:
             self._numbers[_WORKERS_READ] = 1
@@ -159,14 +152,12 @@ class Shared:
         return True
 
     def note_resumed_at_end(self, worker: int | None) -> None:
-        """Notes that a state of the end of the current epoch was resumed."""
         self._mark(_ENDED, worker)
 
     def refuse_again(self, epoch: int, worker: int | None, workers: int) -> None:
         """Raises CheckpointMismatch if all workers have resumed at the end of the epoch, which would come once more.
 
-        A loader that keeps in its state that it had ended drops the iterator that resumes there, and begins another,
-        as torchdata's does.
+        torchdata's loader drops an iterator that resumes there, and begins another.
         """
         numbers = [None] if worker is None else range(workers)
         if self.epoch_was_set and all(self._is_marked(_ENDED, number) for number in numbers):
@@ -184,7 +175,6 @@ class Shared:
 
     @property
     def loads(self) -> int:
-        """The number of states that the process of the training loop has loaded."""
         return int(self._numbers[_LOADS])
 
     def note_load(self) -> int:
@@ -246,10 +236,7 @@ class Loaded:
 
 
 class Iteration(Iterator[object], Protocol):
-    """One pass over a dataset."""
-
-    def state(self) -> State:
-        """Returns the position after the latest sample."""
+    def state(self) -> State: ...
 
 
 class StatefulIterable(_Iterable):
@@ -275,12 +262,10 @@ class StatefulIterable(_Iterable):
         return running.state()
 
     @abstractmethod
-    def _start_state(self) -> State:
-        """Returns the position before any iteration."""
+    def _start_state(self) -> State: ...
 
     @abstractmethod
-    def _has_ended(self, state: State) -> bool:
-        """Returns whether the state is of the end of its epoch."""
+    def _has_ended(self, state: State) -> bool: ...
 
     @abstractmethod
     def made(self, state: State, workers: int) -> bool:
@@ -322,11 +307,7 @@ class StatefulIterable(_Iterable):
         return self._iterations.begin(self._running, lambda: self._shared.note_read(number))
 
     def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:
-        """Returns the number of this epoch.
-
-        Raises:
-            CheckpointMismatch: the state is of another epoch, or all of an epoch would come again.
-        """
+        """Raises CheckpointMismatch if the state is of another epoch, or all of an epoch would come again."""
         shared = self._shared
         epoch = shared.epoch
         if state is None:
@@ -389,10 +370,7 @@ _REMEDY = "Restore the setting, or start the epoch again without the state."
 
 
 class StatefulWrapper(StatefulIterable):
-    """An iterable of other iterables, whose state holds their states.
-
-    A state belongs to one worker of a loader, which reads a part of the data. ``merge`` makes one state of the states
-    of all workers, if the sources are datasets whose rows are counted, or wrappers of these.
+    """An iterable of other iterables, whose state belongs to one worker of a loader.
 
     Raises:
         ConfigError: a source is not stateful.
@@ -422,8 +400,7 @@ class StatefulWrapper(StatefulIterable):
         """Returns the states of the sources, in their order. None: the source had ended."""
 
     @abstractmethod
-    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
-        """Starts an iteration, or resumes it."""
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Iteration: ...
 
     def set_epoch(self, epoch: int) -> None:
         self._shared.set_epoch(epoch)

@@ -158,7 +158,6 @@ def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool
     Without ``batch_size`` the batches of the loader are not known, and a difference is a warning.
 
     Args:
-        ranks: of each worker.
         given: how many samples each worker gave.
         ended: whether each worker has ended.
     """

@@ -25,12 +25,9 @@ Even: TypeAlias = Literal["drop", "repeat"] | None
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The number of readers, and how they take turns.
+    """The number of ranks and of workers of each rank (1: the rank itself reads).
 
-    Attributes:
-        ranks: the number of ranks.
-        workers: the number of workers of each rank; 1 if the rank itself reads.
-        batch: how many samples in a row a worker gets.
+    ``batch``: how many samples in a row a worker gets.
     """
 
     ranks: int
@@ -43,7 +40,6 @@ class Topology:
         return self.ranks * self.workers
 
     def of_rank(self, rows: int, rank: int, even: Even) -> int:
-        """Returns how many of ``rows`` rows a rank gets."""
         if even == "drop":
             return rows // self.ranks
         if even == "repeat":
@@ -51,7 +47,6 @@ class Topology:
         return (rows - rank + self.ranks - 1) // self.ranks
 
     def of_worker(self, rows: int, rank: int, worker: int, even: Even) -> int:
-        """Returns how many of ``rows`` rows a worker gets."""
         mine = self.of_rank(rows, rank, even)
         turns, rest = divmod(mine, self.workers * self.batch)
         return turns * self.batch + min(max(rest - worker * self.batch, 0), self.batch)

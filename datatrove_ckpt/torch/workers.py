@@ -1,8 +1,8 @@
 """Prepares a loader's workers: they outlive signals, and have seeds that do not depend on restarts.
 
-torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the loader raises in the
-process of the training before it can save. Here they ignore it, until that process ends. They ignore ``terminate``,
-too, and multiprocessing waits for them at the exit: so a thread of each worker watches for the end.
+torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the loader raises before the
+training can save. Here they ignore signals, also ``terminate``, and multiprocessing waits for them at the exit: so a
+thread of each worker watches for the end of the training.
 """
 
 from __future__ import annotations

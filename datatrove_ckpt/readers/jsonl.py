@@ -88,7 +88,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         offset, number = file_position[:2] or (0, 0)
         extent = self._file_extent
-        is_plain = self.codec(name) is None
+        is_plain = self._may_grow(name)
         if is_plain:
             extent.per = 1.0
         with self.open_content(name) as file:
@@ -204,7 +204,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         if len(file_position) < 4:
             return False
         offset, _, start, line_hash, *with_head = file_position
-        is_plain = self.codec(name) is None
+        is_plain = self._may_grow(name)
         with self.open_content(name) as file:
             head = self._skip(file, start, name)
             line = _read_exactly(file, offset - start, name)
@@ -230,7 +230,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _skip(self, file: IO[bytes], offset: int, name: str) -> bytes:
         """Goes from the beginning of the content to ``offset``. Returns at most its first 64 kB."""
-        is_plain = self.codec(name) is None
+        is_plain = self._may_grow(name)
         if is_plain and offset > _HEAD and not self.data_folder.is_local():
             # A remote file would download a whole block at its beginning, of 50 MB for S3.
             file.seek(offset)

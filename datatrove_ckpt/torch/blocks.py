@@ -169,8 +169,6 @@ class BlockInput:
             return self._in_threads(count, numbers)
 
     def _in_threads(self, call: Callable[[int], _Result], numbers: Sequence[int]) -> list[_Result]:
-        if len(numbers) == 1:
-            return [call(numbers[0])]
         with ThreadPoolExecutor(_THREADS) as threads:
             return list(threads.map(call, numbers))
 
@@ -187,7 +185,7 @@ class BlockInput:
     def _size_in_memory(self) -> int:
         """Returns the size of rows in memory, in quarters of their size by the files, from a sample of three files.
 
-        Parquet counts repeated texts once, in dictionaries: rows of a long prompt can be a thousand times larger.
+        Parquet counts repeated texts once: rows of a long prompt can be a thousand times larger.
         """
         full = [number for number, index in enumerate(self._index) if index.rows]
         if isinstance(self._reader, JsonlReader) or not full:  # dicts are counted elsewhere

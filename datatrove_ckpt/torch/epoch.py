@@ -18,7 +18,7 @@ from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
 from datatrove_ckpt.torch.index import Index, Row, RowSource
-from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Window, order_by_files, order_by_rows, unevenness
+from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.samples import json_row
 from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
@@ -34,11 +34,11 @@ class Settings:
     batch: int
 
     def __post_init__(self) -> None:
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+        if self.seed is not None and type(self.seed) is not int:  # no bool
             raise ConfigError(f"shuffle_seed must be an integer or None, not {self.seed!r}.")
         if self.even not in ("drop", "repeat", None):
             raise ConfigError(f'even must be "drop", "repeat" or None, not {self.even!r}.')
-        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
+        if type(self.batch) is not int or self.batch < 1:
             raise ConfigError(f"batch_size must be an integer from 1 on, or None, not {self.batch!r}.")
 
     @property
@@ -53,7 +53,7 @@ def parse_window(window: int | str) -> Window:
         size = parse_bytes(window)
         if size is not None:
             return Window(bytes=max(1, size))
-    if isinstance(window, int) and not isinstance(window, bool) and window > 0:
+    elif type(window) is int and window > 0:
         return Window(rows=window, bytes=None)
     raise ConfigError(f'shuffle_window must be a number of rows, or bytes like "256MB", not {window!r}.')
 
@@ -78,7 +78,10 @@ class Plan:
         self.shares = _file_shares(table, settings, self._topology)
         if then is not None:
             self._continue(_of_all(then, slot))
-        self.order = make_order(table, settings, epoch, self.shares)
+        if self.shares:
+            self.order = order_by_files(table, settings.seed, epoch, settings.window, self.shares)
+        else:
+            self.order = order_by_rows(table, settings.seed, epoch, settings.window)
         self._remaining = Remaining(self.order.rows, self.done)
         self.samples = self._topology.of_worker(self._remaining.rows, slot.rank, slot.worker, settings.even)
 
@@ -121,18 +124,11 @@ class Plan:
             )
 
 
-def make_order(table: BlockTable, settings: Settings, epoch: int, shares: int) -> EpochOrder:
-    """Makes the order of an epoch. ``shares``: of whole files; 0: by rows."""
-    if shares:
-        return order_by_files(table, settings.seed, epoch, settings.window, shares)
-    return order_by_rows(table, settings.seed, epoch, settings.window)
-
-
 def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> int:
     """Returns the number of shares of whole files; 0: shares are cut by rows.
 
-    By rows, few workers read a block if rows are shuffled and files can be entered anywhere. Else all workers would
-    read all blocks, so whole files are better, if they make even shares.
+    By rows, all workers read all blocks if rows are not shuffled or files are compressed. Then whole files are better,
+    if they make even shares.
     """
     count = topology.slots if topology.batch == 1 else topology.ranks
     if count == 1 or (settings.seed is not None and not table.is_stream.any()):

@@ -1,8 +1,7 @@
 """JSONL as blocks: the lines are counted once, and read again from places that the count has noted.
 
 A row is a line that is not blank, also a damaged one, which only parsing shows. A part is about 1 MiB of whole lines. A
-compressed file is decompressed from its beginning up to the part; it stays open, so parts in order are decompressed
-once.
+compressed file stays open, so parts in order are decompressed once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.torch.block_file import BlockFile, FileIndex, Group, changed, check_columns
 
 GROUP_BYTES = 2**20
-"""The size of a part of a JSONL file, up to the rest of its last line. Counts depend on it."""
+"""The size of a part, up to the rest of its last line. Counts depend on it."""
 _SKIP_BYTES = 2**20
 
 

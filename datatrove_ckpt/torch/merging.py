@@ -22,8 +22,8 @@ _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
 
 def merge(states: Iterable[State | str | PathLike[str]]) -> State:
-    """Makes one state of those of all ranks. ``load_state_dict`` of a ``ReaderDataset`` takes it with any number of
-    ranks and workers: no sample of the epoch is seen twice, and none is left out. See also ``Pack`` and ``Mix``.
+    """Makes one state of those of all ranks, for any number of ranks and workers: no sample of the epoch of a
+    ``ReaderDataset`` is seen twice, and none is left out. See also ``Pack`` and ``Mix``.
 
     Args:
         states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or something that holds it, or

@@ -119,8 +119,8 @@ class Pieces:
 class OpenWindow:
     """A window of one share.
 
-    ``order[i]``: the row that is the ``i``-th of the window, counted over all its pieces. ``first``: the number of the
-    window's first row in its share. ``shuffled``: the next window does not begin where this one ends.
+    ``order[i]``: the ``i``-th row of the window, counted over all its pieces. ``first``: the number of the first row in
+    the share. ``shuffled``: the next window does not begin where this one ends.
     """
 
     pieces: Pieces
@@ -229,7 +229,7 @@ def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Wind
 
 
 def deal_files(table: BlockTable, count: int) -> Numbers:
-    """Deals the files out to ``count`` shares: the longest file first, each to the share with the fewest rows."""
+    """Deals files out to shares: the longest file first, each to the share with the fewest rows."""
     rows = np.bincount(table.file, weights=table.rows).astype(np.int64)
     sums = [(0, number) for number in range(count)]
     dealt = np.zeros(len(rows), np.int64)
@@ -241,7 +241,7 @@ def deal_files(table: BlockTable, count: int) -> Numbers:
 
 
 def unevenness(table: BlockTable, count: int) -> float:
-    """Returns which part of the longest share the shortest one lacks, if whole files are dealt out."""
+    """Returns which part of the longest share of whole files the shortest one lacks."""
     sums = np.bincount(deal_files(table, count)[table.file], weights=table.rows, minlength=count)
     if len(sums) and sums.max():
         return float(1 - sums.min() / sums.max())

@@ -54,7 +54,6 @@ class RowCounts:
             self._path = folder / f"{xxh3_128_hexdigest(source.encode())}.json"
         self._files: JsonObject = {}
         self._lock = threading.Lock()  # files are counted in several threads
-        self._changed = False
         self._saved = time.monotonic()
 
     def load(self) -> None:
@@ -112,16 +111,14 @@ class RowCounts:
         entry = {"key": key, "rows": rows, "bytes": sizes, "sequential": index.sequential, "schema": schema}
         with self._lock:
             self._files[self._inputs.names[number]] = entry
-            self._changed = True
             is_due = time.monotonic() - self._saved > _SAVE_SECONDS
         if is_due:
             self._save()
 
     def _save(self) -> None:
         with self._lock:
-            if not self._changed or self._path is None:
+            if self._path is None:
                 return
-            self._changed = False
             self._saved = time.monotonic()
             content = orjson.dumps({"files": self._files})
             part = self._path.with_suffix(f".{uuid.uuid4().hex}")  # nodes may share the folder, and process ids

@@ -248,7 +248,6 @@ class StatefulIterable(_Iterable):
         self._forget()
 
     def _forget(self) -> None:
-        """Resets all iterations. A copy calls it, so that it shares nothing with the original."""
         self._shared = Shared()
         self._loaded = Loaded(self._shared)
         self._running: Iteration | None = None
@@ -280,7 +279,7 @@ class StatefulIterable(_Iterable):
         """Sets the number of the next epoch. Call it before each epoch."""
 
     def at_epoch(self, epoch: int) -> Self:
-        """Returns a copy that begins this epoch, out of reach of later ``set_epoch`` and ``load_state_dict``."""
+        """Returns a copy that begins this epoch, and shares nothing with the original."""
         other = copy.copy(self)
         other._forget()
         other.set_epoch(epoch)
@@ -291,7 +290,7 @@ class StatefulIterable(_Iterable):
         return self.__dict__ | {"_running": None}
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
+        # No generator: torchdata calls state_dict() before the first sample, for the new iteration.
         number, workers = this_worker()
         if number is None:
             self._shared.forget_workers()
@@ -478,7 +477,7 @@ class StatefulWrapper(StatefulIterable):
 
 
 class NoSamples(Iterator[object]):
-    """An iteration that was at its end when its state was saved, or that raises an error at its first sample."""
+    """An iteration that is at its end, or that raises an error at its first sample."""
 
     def __init__(self, error: CkptError | None = None, state: State | None = None) -> None:
         self._error = error or StopIteration()
@@ -515,7 +514,7 @@ def place_of(source: object) -> tuple[int, int] | None:
 
 
 def at_epoch(source: Source, epoch: int) -> Source:
-    """Returns a copy of the source at this epoch if it can make one, because others may read the original's number."""
+    """Returns a copy of the source at this epoch if possible, because others may read the original's number."""
     if hasattr(source, "at_epoch"):
         copied: Source = source.at_epoch(epoch)
         return copied
@@ -525,7 +524,7 @@ def at_epoch(source: Source, epoch: int) -> Source:
 
 
 def this_worker() -> tuple[int | None, int]:
-    """Returns the number of this worker of a torch loader, and how many there are; (None, 1) outside of workers."""
+    """Returns the number of this worker of a loader, and how many there are; (None, 1) outside of workers."""
     try:
         from torch.utils.data import get_worker_info
     except ImportError:

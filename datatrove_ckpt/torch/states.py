@@ -40,12 +40,11 @@ class DatasetState:
     """The content of a state.
 
     Attributes:
-        order: the settings that define the order: seed, window and shares.
-        input: files and rows, see ``Index.state``.
+        order: seed, window and shares.
+        input: see ``Index.state``.
         slot: the worker that made it; None: the state is of all.
         samples: how many rows of its share the slot had.
         skipped: how many of these rows were no samples.
-        batch, even: of the slot's topology.
         ended: of a state of all: no worker had a sample left.
     """
 

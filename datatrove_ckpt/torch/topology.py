@@ -1,11 +1,9 @@
 """Who reads which positions of an epoch: ranks and workers take turns.
 
 Ranks take turns by the row, and the workers of a rank by the batch. So the global batch of step s has the positions
-from ``s * world_size * batch_size`` on: it is the same for any number of ranks and workers, if its size is. (Without
-``batch_size`` workers take turns by the row, too: a step is then the same in sum after each round of workers.)
-
-A ``Round`` is one topology, and how far each of its workers came. After it, the remaining positions are dealt out anew.
-A state holds the rounds so far: about 30 bytes for each change of the topology.
+from ``s * world_size * batch_size`` on, for any number of ranks and workers. (Without ``batch_size`` workers take turns
+by the row, too.) After a ``Round`` the remaining positions are dealt out anew. A state holds the rounds so far: about 30
+bytes for each change of the topology.
 """
 
 from __future__ import annotations

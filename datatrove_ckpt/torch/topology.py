@@ -2,7 +2,7 @@
 
 Ranks take turns by the row, and the workers of a rank by the batch. So the global batch of step s has the positions
 from ``s * world_size * batch_size`` on, for any number of ranks and workers. (Without ``batch_size`` workers take turns
-by the row, too.) After a ``Round`` the remaining positions are dealt out anew. A state holds the rounds so far: about 30
+by the row, too.) After a ``Round`` the remaining positions are dealt out anew. A state holds the rounds so far: 30
 bytes for each change of the topology.
 """
 

@@ -134,7 +134,6 @@ class BlockInput:
             self._unified = Unified(schemas.items(), columns)
 
     def let_go(self, file: int) -> None:
-        """Frees what makes the next block of a file faster to read."""
         if file in self._opened and self._process == os.getpid():
             self._opened[file].let_go()
 

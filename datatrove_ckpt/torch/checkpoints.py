@@ -592,7 +592,7 @@ class TrainingCheckpoints:
                 self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(self, choose: Callable[[Iterable[StepName]], list[StepName]]) -> tuple[StepName, list[str]] | None:
-        """Returns the last chosen step that all folders have whole, and the later ones. None: no step was saved."""
+        """Returns the last chosen step that all folders have whole, and the later ones. None: there is no step."""
         self._writing.join()
         self._has_looked = True
         found = self._ranks.together(self._names)

@@ -27,7 +27,7 @@ _OF_DICTS = 3
 
 
 class Row(NamedTuple):
-    """A row, the name of its file, and its number there. ``data`` is None for a damaged line of JSONL."""
+    """A row, its file, and its number there. ``data`` is None for a damaged line of JSONL."""
 
     data: JsonObject | None
     name: str
@@ -101,7 +101,7 @@ class _Loaded:
 
 
 class RowSource:
-    """Rows of an order by their places. Holds only the open window of each share that it reads."""
+    """Rows of an order. Holds only the open window of each share that it reads."""
 
     def __init__(self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None) -> None:
         self._index = index

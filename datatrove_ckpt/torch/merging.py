@@ -1,9 +1,7 @@
 """How the states of all workers of all ranks become one that any number of ranks and workers can load.
 
-``states.py`` merges those of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of its sources, and:
-
-    Pack   a list of the tokens that each packer had left, which the new packers share
-    Mix    where each source is, and the sum of the draws
+``states.py`` merges those of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of its sources, and what
+its packers had left, or the sum of its draws.
 """
 
 from __future__ import annotations

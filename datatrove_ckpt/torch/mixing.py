@@ -3,8 +3,7 @@
     mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
     loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
 
-The source of the n-th sample is a hash of seed, epoch, rank, worker and n, so stops change nothing. A merged state of
-several workers continues n at the sum of theirs: no number of a worker is drawn twice.
+The source of the n-th sample is a hash of seed, epoch, rank, worker and n. A merged state continues n at the sum of all.
 """
 
 from __future__ import annotations

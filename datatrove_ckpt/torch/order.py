@@ -189,7 +189,7 @@ class EpochOrder:
 
 
 def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Window) -> EpochOrder:
-    """Makes the order that does not depend on the readers. ``seed`` None: the order of the input, in one share."""
+    """Makes an order for all topologies. ``seed`` None: the order of the input, in one share."""
     if seed is None:
         return EpochOrder([Share(_whole(table, table.used), table.weights(window)[table.used], 0, None)])
     salt = hashed(seed, epoch)
@@ -314,7 +314,7 @@ def _whole(table: BlockTable, blocks: Numbers) -> Pieces:
 
 
 def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
-    """Cuts the rows from ``low`` to ``high``, counted over all pieces. ``ends``: the sums of the pieces' rows."""
+    """Cuts the rows from ``low`` to ``high``, counted over all pieces. ``ends``: sums of their rows."""
     first = int(np.searchsorted(ends, low, side="right"))
     last = first
     if high > low:
@@ -326,7 +326,7 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
 
 
 def _cut_windows(weights: Numbers, limit: float) -> Numbers:
-    """Returns the first piece of each window, and the number of pieces. A window has one piece at least."""
+    """Returns the first piece of each window, and the number of pieces."""
     if limit <= 0:
         return np.arange(len(weights) + 1)
     cuts = [0]

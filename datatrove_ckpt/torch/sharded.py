@@ -1,6 +1,6 @@
-"""Inspects states: whether all ranks have the same, or parts of one (FSDP's), and whether they are plain.
+"""Inspects states: whether ranks have parts of them (FSDP's), which DCP saves as a folder, and whether they are plain.
 
-``torch.distributed.checkpoint`` saves parts as a folder, which is restored on any number of ranks, also without FSDP.
+``torch.distributed.checkpoint`` (DCP) restores parts on any number of ranks, also without FSDP.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Iterations:
         self._begun = []
 
     def check(self, owner: object) -> None:
-        """Raises ConfigError if an iteration before the latest one is neither at its end nor dropped."""
+        """Raises ConfigError if an earlier iteration is neither at its end nor dropped."""
         if self._running(before=-1):
             raise ConfigError(
                 f"There are two iterations over one {type(owner).__name__}: another one began before this one had "
@@ -268,7 +268,7 @@ class StatefulIterable(_Iterable):
 
     @abstractmethod
     def made(self, state: State, workers: int) -> bool:
-        """Returns whether a worker of this rank made the state, with the current ranks, ``workers`` and settings."""
+        """Returns whether a worker of this rank made the state in the current topology."""
 
     @abstractmethod
     def check_state(self, state: State) -> None:

@@ -9,8 +9,7 @@
     .lock              held by the process that writes
     history.jsonl      what was saved, restored, rolled back
 
-The remote has the same without staging: the manifest is written last, and removed first. Its ``owner`` names the
-process that copies there.
+In the remote the manifest is written last, and removed first. Its ``owner`` names the process that copies there.
 """
 
 from __future__ import annotations

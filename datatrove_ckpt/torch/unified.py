@@ -80,7 +80,6 @@ def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Returns the type of the values of a dictionary, or of views of texts."""
     import pyarrow as pa
     import pyarrow.types as types
 

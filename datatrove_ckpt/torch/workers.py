@@ -52,7 +52,7 @@ class OutlivesSignals:
 def prepare_loader(loader: DataLoader, seed: int) -> None:
     """Before its workers start, lets them outlive signals, and gives the loader a generator for their seeds.
 
-    Else each iterator would draw the seeds from torch's generator, also that of an epoch which is resumed.
+    Else each iterator would draw the seeds from torch's generator, also in a resumed epoch.
     """
     inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
     usual = getattr(inner, "worker_init_fn", None)

@@ -146,8 +146,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return self.list_dataset((state or {}).get("commit")).of_rank(rank, world_size)
 
     def _read_input(self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]) -> FileRead:
-        if not isinstance(inputs, DatasetInputs):
-            raise TypeError(f"not the input of this reader: {inputs!r}")
+        assert isinstance(inputs, DatasetInputs)
         rank, documents = number
         done = file_position[0] if file_position else 0
         row = done - done % self.batch_size

@@ -3,7 +3,7 @@
     mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
     loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
 
-The source of the n-th sample is a hash of seed, epoch, rank, worker and n. A merged state continues n at the sum of all.
+The source of the n-th sample is a hash of seed, epoch, rank, worker and n. A merged state has the sum of all n.
 """
 
 from __future__ import annotations

@@ -298,11 +298,12 @@ class StatefulIterable(_Iterable):
         try:
             state = self._loaded.take(number)
             epoch = self._epoch_of(state, number, workers)
-            self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
         except (CheckpointMismatch, ConfigError) as error:
             if number is None:
                 raise
             self._running = NoSamples(error)  # raised here, it would end the workers only after seconds
+        else:
+            self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
         return self._iterations.begin(self._running, lambda: self._shared.note_read(number))
 
     def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:

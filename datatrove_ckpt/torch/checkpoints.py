@@ -53,7 +53,7 @@ from datatrove_ckpt.torch.sharded import METADATA, contents_of, load_parts, not_
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.steps import Contents, Manifest, StepName, Steps, blocks
-from datatrove_ckpt.torch.workers import prepare_loader
+from datatrove_ckpt.torch.workers import keep_workers, seed_workers
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -691,7 +691,8 @@ class TrainingCheckpoints:
 
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
-            prepare_loader(loader, xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode()))
+            keep_workers(loader)
+            seed_workers(loader, xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode()))
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
         if loader is None:

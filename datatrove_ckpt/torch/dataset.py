@@ -108,8 +108,8 @@ class ReaderDataset(StatefulIterable):
             transform = text_and_id
         batch = 1 if batch_size is None else batch_size
         self.reader = reader
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = int(rank)  # NumPy's integers are no JSON
+        self.world_size = int(world_size)
         self.shuffle_seed = shuffle_seed
         self.transform = transform
         self.columns = columns

@@ -18,6 +18,7 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.torch.dataset import ReaderDataset
 from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.merging import merge
@@ -418,3 +419,10 @@ def test_what_is_read_beside_a_window_is_bounded(tmp_path: Path, case: str) -> N
         for place in range(0, index.table.total, index.table.total // 24):
             source.rows(*order.locate(np.arange(place, place + 1)))
     assert pool.max_memory() < 16e6 + 3 * 17e6, "6 files have 16 MB each"
+
+
+def test_a_rank_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(6)))
+    dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), np.int64(1), np.int64(2))  # type: ignore[arg-type]
+    assert [sample["text"] for sample in dataset] == ["1", "3", "5"]
+    assert json.loads(json.dumps(dataset.state_dict()))["slot"] == [1, 2, 0, 1]

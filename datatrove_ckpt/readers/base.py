@@ -75,7 +75,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     """The base of the readers that seek. A subclass lists it before datatrove's reader of the format."""
 
     shuffle_seed: int | None
-    _format: ClassVar[str]
+    format: ClassVar[str]
     _order_options: ClassVar[tuple[str, ...]] = ("shuffle_seed", "skip", "glob_pattern", "recursive")
     """The options that decide which documents come before a position. A state keeps them."""
 
@@ -99,7 +99,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 "shuffle_files=True gives another order on every start, so a restarted run could not resume. Use "
                 "shuffle_seed=<any integer> instead."
             )
-        if shuffle_seed is not None and (isinstance(shuffle_seed, bool) or not isinstance(shuffle_seed, int)):
+        if shuffle_seed is not None and type(shuffle_seed) is not int:  # no bool
             raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
         self.shuffle_seed = shuffle_seed
 
@@ -130,7 +130,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             yield from data
         start = start_reader(self._take_state())
         self._log_limit_scope(rank, world_size)
-        inputs = self._list_inputs(rank, world_size, start.state)
+        inputs = self.list_inputs(rank, world_size, start.state)
         if start.finished_digest is not None:
             count = int(start.finished_digest.partition(":")[0] or 0)
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
@@ -180,7 +180,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._next_state = None
         return self._start_state
 
-    def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
+    def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         names = list_input(self, afresh=state is not None).names
         if not names and not self.paths_file:
             raise no_files(self.data_folder)
@@ -261,7 +261,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     # States --------------------------------------------------------------------------------------------------------
 
     def _reader_state(self, number: int) -> State:
-        return {"version": READER_VERSION, "reader": self._format, "number": number, "options": self._options()}
+        return {"version": READER_VERSION, "reader": self.format, "number": number, "options": self._options()}
 
     def _checked_state(self, state: State | None, shard: ShardKey) -> State | None:
         """Returns the state, or None if it is the state before the first document.
@@ -272,10 +272,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if state is None:
             return None
         where = f"The saved position in {self.data_folder.path}"
-        if (state.get("reader"), state.get("version")) != (self._format, READER_VERSION):
+        if (state.get("reader"), state.get("version")) != (self.format, READER_VERSION):
             raise CheckpointMismatch(
                 f"{where} was made by reader {state.get('reader')!r} (version {state.get('version')}), and this is "
-                f"{self._format!r} (version {READER_VERSION}). ",
+                f"{self.format!r} (version {READER_VERSION}). ",
                 remedy(),
             )
         then = dict(state["options"])

@@ -65,11 +65,7 @@ class DatasetFiles:
 
 
 class DatasetInputs(Inputs):
-    """The shards of an opened dataset, or those of one rank. A ``Dataset`` is one shard.
-
-    Args:
-        token: for the hub; None: that of the environment.
-    """
+    """The shards of an opened dataset, or those of one rank. A ``Dataset`` is one shard."""
 
     def __init__(
         self,
@@ -183,7 +179,6 @@ class DatasetInputs(Inputs):
 
 
 def commit_of(url: str) -> str | None:
-    """Returns the commit in the URL that ``datasets`` makes for a file on the hub."""
     found = _HUB_FILE.fullmatch(_innermost(url))
     if found is None:
         return None
@@ -262,7 +257,6 @@ def _sample_rows(dataset: Dataset) -> str:
 
 
 def _from_row(dataset: IterableDataset, shard: int, first: int, step: int, number_of_rows: Count) -> IterableDataset:
-    """Makes a dataset of the rows ``first``, ``first + step``, ... of one shard."""
     count = max(1, dataset.num_shards)
     source = dataset._ex_iterable.shard_data_sources(num_shards=count, index=shard, contiguous=False)
     rest = object.__new__(type(dataset))

@@ -1,21 +1,18 @@
 """How large a rank's input is, and how much of it lies before a document, for percent and time left.
 
-The unit is stored bytes of the input files, because a listing knows them. Within a file, the format says how its places
-become bytes (``FileExtent``). No file is opened for this, and a document costs nothing: a position refers to its file's
-extent, and is inspected once a minute.
+The unit is stored bytes, because a listing knows them. Within a file, the format says how its places become bytes. No
+file is opened for this, and a document costs nothing: a position refers to its file's extent.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.readers.inputs import Inputs
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 Unit: TypeAlias = Literal["bytes", "rows"]
 
@@ -39,13 +36,20 @@ class Reached(NamedTuple):
 UNKNOWN = Reached(0, None, None)
 
 
+class MeasuredInputs(Protocol):
+    """See ``inputs.Inputs``."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    def size_for_people(self, index: int) -> int: ...
+
+
 @dataclass(slots=True, eq=False)
 class FileExtent:
     """One file of an input, and how a place in it becomes a part of it. A format fills it in when it opens the file.
 
     Attributes:
         before: bytes of the files before this one.
-        size: bytes of this file.
         per: bytes for each unit of a place's first number; None: not known.
         starts: for places of group and row: which part of the file lies before each group, from 0 to 1, with a last 1.
         lengths: rows of a group, as far as they are known.
@@ -91,7 +95,7 @@ class InputExtent:
         is_near: a size costs no request.
     """
 
-    def __init__(self, inputs: Inputs, limit: int, is_near: bool = True) -> None:
+    def __init__(self, inputs: MeasuredInputs, limit: int, is_near: bool = True) -> None:
         self.total: float | None = None
         """In bytes; None: not known, or not yet: see ``measure``."""
         self.measuring: threading.Thread | None = None

@@ -62,7 +62,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         ConfigError: an argument that cannot work, or a token among ``dataset_options``.
     """
 
-    _format: ClassVar[str] = "datasets"
+    format: ClassVar[str] = "datasets"
     _order_options: ClassVar[tuple[str, ...]] = ("skip", "dataset", "streaming", "shuffle_files", "load_from_disk")
     dataset_settings: ClassVar[tuple[str, ...]] = ("dataset", "streaming", "shuffle_files", "load_from_disk", "chosen")
 
@@ -142,12 +142,11 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def _options(self) -> State:
         return super()._options() | {"dataset_options": shorten(self.chosen)}
 
-    def _list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
+    def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         return self.list_dataset((state or {}).get("commit")).of_rank(rank, world_size)
 
     def _read_input(self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]) -> FileRead:
-        if not isinstance(inputs, DatasetInputs):
-            raise TypeError(f"not the input of this reader: {inputs!r}")
+        assert isinstance(inputs, DatasetInputs)
         rank, documents = number
         done = file_position[0] if file_position else 0
         row = done - done % self.batch_size

@@ -45,11 +45,7 @@ def remedy(verb: str = "Restore it") -> StartOver | str:
 
 
 class Inputs:
-    """The files that a reader reads, in order. fsspec's information on a file is looked up once, at its first use.
-
-    Args:
-        infos: the information that a listing gave, by file name.
-    """
+    """The files that a reader reads, in order. Information on a file (``infos``) is looked up once, when needed."""
 
     row_shard: RowShard = ALL_ROWS
     """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index`` on."""
@@ -87,10 +83,7 @@ class Inputs:
         return int(info["size"] or 0)
 
     def note_size(self, index: int, size: int | None) -> None:
-        """Replaces the size by the number of bytes that were read, for a file that grew while it was read.
-
-        None: the reader stopped at its limit, so the rest is not its input. Then the current size is kept.
-        """
+        """Replaces the size by the number of bytes that were read, or the current size if a limit ended that (None)."""
         if size != self.size(index):
             info = self.folder.info(self.names[index])
             if size is not None:
@@ -138,7 +131,6 @@ class Inputs:
         return Inputs(self.folder, names, infos)
 
     def digest(self, count: int) -> Digest:
-        """Returns the digest of the first ``count`` files."""
         digest = Digest()
         for index in range(count):
             digest.add(self.names[index], self.known_size(index))

@@ -8,9 +8,8 @@ A ``FilePosition`` is (offset after the line, lines so far, offset of the line, 
 and the file's first 64 kB as far as they come before the position, so what was not read yet may be corrected. Release
 0.1.0 hashed the line alone, and wrote four numbers.
 
-No index is used for gzip or zstd. A state is too small for one, and an index beside the input would have to be written,
-found and trusted. Decompressing costs 9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s for
-zstd, while the server starts.
+No index is used for gzip or zstd: beside the input it would have to be written, found and trusted. Decompressing costs
+9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s for zstd, while the server starts.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         The others are datatrove's.
     """
 
-    _format: ClassVar[str] = "jsonl"
+    format: ClassVar[str] = "jsonl"
     _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "compression")
     _parsing = 0.0  # seconds, of this block
 
@@ -89,10 +88,10 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         offset, number = file_position[:2] or (0, 0)
         extent = self._file_extent
-        is_plain = self._codec(name) is None
+        is_plain = self._may_grow(name)
         if is_plain:
             extent.per = 1.0
-        with self._open(name) as file:
+        with self.open_content(name) as file:
             head = xxh3_64(self._skip(file, offset, name))
             if offset and is_plain:
                 late_line_end = _read_late_line_end(file, offset)
@@ -177,12 +176,12 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     # Files ---------------------------------------------------------------------------------------------------------
 
-    def _codec(self, name: str) -> str | None:
+    def codec(self, name: str) -> str | None:
         return codec_of(name, self.compression)
 
     @contextmanager
-    def _open(self, name: str) -> Iterator[IO[bytes]]:
-        codec = self._codec(name)
+    def open_content(self, name: str) -> Iterator[IO[bytes]]:
+        codec = self.codec(name)
         with ExitStack() as stack:
             # The adapter runs inside, and may ask others than the hub.
             stack.enter_context(naming_hub_input(self.data_folder, name, False, ("huggingface_hub",)))
@@ -199,14 +198,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             self._file_extent.per = file.stored.tell() / max(1, content)
 
     def _may_grow(self, name: str) -> bool:
-        return self._codec(name) is None  # compressed data does not end at a line's end
+        return self.codec(name) is None  # compressed data does not end at a line's end
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         if len(file_position) < 4:
             return False
         offset, _, start, line_hash, *with_head = file_position
-        is_plain = self._codec(name) is None
-        with self._open(name) as file:
+        is_plain = self._may_grow(name)
+        with self.open_content(name) as file:
             head = self._skip(file, start, name)
             line = _read_exactly(file, offset - start, name)
             head += line[: max(0, _HEAD - start)]
@@ -231,7 +230,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _skip(self, file: IO[bytes], offset: int, name: str) -> bytes:
         """Goes from the beginning of the content to ``offset``. Returns at most its first 64 kB."""
-        is_plain = self._codec(name) is None
+        is_plain = self._may_grow(name)
         if is_plain and offset > _HEAD and not self.data_folder.is_local():
             # A remote file would download a whole block at its beginning, of 50 MB for S3.
             file.seek(offset)
@@ -283,10 +282,7 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
 
 
 def _rest_of_line(file: IO[bytes], name: str) -> bytes:
-    """
-    Raises:
-        InputError: it is too long for a line.
-    """
+    """Raises InputError if it is too long for a line."""
     rest = read_line(file)
     if len(rest) >= MAX_LINE_BYTES:
         raise InputError(

@@ -104,8 +104,6 @@ class PipelineReaders:
 
 
 class _PlainReader:
-    """A reader that does not seek."""
-
     def __init__(self, reader: BaseDiskReader, rank: int, world_size: int) -> None:
         self._reader = reader
         self._rank = rank

@@ -3,9 +3,9 @@
 A document carries its position in a slot that is no field of the dataclass: filters pass it on, and writers do not see
 it. It costs one tuple per document; the state is built only when a position is saved.
 
-datatrove gives a step a lazy generator, so the readers of a pipeline start at the first ``next``, one after the other,
-and find a ``Reading`` in their thread. A state has the number of its reader, in the order of starting. An attribute of
-the step would be simpler, but one step object may run several ranks, and a pipeline may have several readers.
+The readers of a pipeline start lazily, at the first ``next``, and find a ``Reading`` in their thread. A state has the
+number of its reader, in the order of starting. An attribute of the step would be simpler, but one step object may run
+several ranks, and a pipeline may have several readers.
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ class FileState:
     file: FileExtent | None = None
 
     def state(self, position: Position) -> State:
-        """Returns the reader's state at a position in this file."""
         _, documents, _, file_position, skipped = position
         at = [number & PLAIN_INTEGER for number in file_position]
         return self.shared | {"documents": documents, "at": at, "skipped": list(skipped)}
 
     def reached(self, position: Position) -> Reached:
-        """Returns how much of the reader's input comes before a position in this file."""
         if self.input is None or self.file is None:
             return UNKNOWN
         return self.input.reached(self.file, position[3], position[1])
@@ -83,12 +81,10 @@ class PositionedDocument(Document):  # type: ignore[misc, unused-ignore]
 
 
 def position_of(document: Document) -> Position | None:
-    """Returns None if another reader or a step made the document."""
     return getattr(document, "position", None)
 
 
 def position_state(document: Document) -> State | None:
-    """Returns the reader's state right after this document, or None if the document has no position."""
     position = position_of(document)
     return position and position[2].state(position)
 
@@ -165,12 +161,11 @@ class ReaderStart:
 
     Attributes:
         number: of the reader in the pipeline, from 0.
-        state: where to resume, or None.
         earlier: the digest of each finished reader's input, in order.
         finished_digest: the digest of this reader's input, if it had finished before the state was saved; else None.
         skipped: lines skipped so far by this reader and earlier ones.
         skipped_in: files in which this reader has skipped lines, and whether one of them was damaged.
-        record: makes the record of the reader's input; None before the reader has finished.
+        record: makes the record of the reader's input, once it has finished.
     """
 
     number: int = 0

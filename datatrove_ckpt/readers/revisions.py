@@ -25,7 +25,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_commit(revision: str | None) -> bool:
-    """Returns whether a revision is the full name of a commit."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 

@@ -37,7 +37,7 @@ class StepRecord:
 def describe_pipeline(steps: Sequence[object], code_of: Callable[[object], dict[str, str]]) -> list[StepRecord]:
     """Describes the steps before a runner, as the executor has them.
 
-    The package of a function is left out, because an imported script has another one, and so are enclosing functions.
+    The package of a function is left out, because an imported script has another one.
 
     Args:
         code_of: returns hashes of the code of a user's function or class, by name.

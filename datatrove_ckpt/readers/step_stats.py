@@ -27,10 +27,7 @@ STATS = "stats"
 
 
 class StepStats:
-    """The steps that make these documents, with stats that begin at zero. Made before the first document is read.
-
-    datatrove would count the ranks that share one step object (``tasks_per_job``) together.
-    """
+    """The steps that make these documents, with stats that begin at zero, because ranks may share a step object."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         steps = [step for step, _, _ in steps_before(documents) if isinstance(getattr(step, "stats", None), Stats)]

@@ -110,8 +110,6 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class RetryingFile:
-    """A remote file whose reads are repeated."""
-
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._file = file
         self._name = name
@@ -162,7 +160,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         The others are datatrove's.
     """
 
-    _format: ClassVar[str] = "parquet"
+    format: ClassVar[str] = "parquet"
 
     def __init__(
         self,
@@ -205,31 +203,20 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-            rows_of = [one.num_rows for one in groups]
-            self._file_extent.set_groups(rows_of)
-            if group < len(rows_of) and row == rows_of[group]:
-                group += 1
-                row = 0
-            current = group
-            start = 0
-            # All groups in one call, although a batch may then span two: one call per tiny group would be slow.
-            size = max(self.batch_size, _SKIPPED_ROWS) if row else self.batch_size  # large ones pass `row` faster
-            size = min((_fitting(size, one.num_rows, one.total_byte_size) for one in groups[group:]), default=size)
-            following = list(range(group, len(rows_of)))
-            for batch in file.iter_batches(batch_size=size, row_groups=following, columns=self._columns):
-                offset = 0
-                while offset < batch.num_rows:
-                    while start == rows_of[current]:
-                        current += 1
-                        start = 0
-                    length = min(batch.num_rows - offset, rows_of[current] - start)
-                    if current == group and start < row:
-                        length = min(length, row - start)
-                    else:
-                        length = min(length, self.batch_size)
-                        yield current, start, batch.slice(offset, length)
-                    offset += length
-                    start += length
+            self._file_extent.set_groups([one.num_rows for one in groups])
+            for number in range(group, len(groups)):
+                rows = groups[number].num_rows
+                first = row if number == group else 0
+                if first >= rows:
+                    continue
+                most = max(self.batch_size, _SKIPPED_ROWS) if first else self.batch_size  # large ones pass `row` faster
+                size = _fitting(most, rows, groups[number].total_byte_size)
+                start = 0
+                for batch in file.iter_batches(size, [number], self._columns):
+                    end = start + batch.num_rows
+                    for begin in range(max(first, start), end, self.batch_size):
+                        yield number, begin, batch.slice(begin - start, self.batch_size)
+                    start = end
 
 
 class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignore]
@@ -240,7 +227,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         The others are datatrove's.
     """
 
-    _format: ClassVar[str] = "ipc"
+    format: ClassVar[str] = "ipc"
     _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "stream")
 
     def __init__(

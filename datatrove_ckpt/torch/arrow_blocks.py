@@ -1,10 +1,8 @@
 """Arrow IPC as blocks: a slice of a record batch, of which only the slice is read from the disk.
 
-A record batch may be a whole file. Local files are mapped into memory, so a slice of a batch costs its own pages. A
-batch with compressed buffers, or of a remote file, is read as a whole, in the wanted columns.
-
-pyarrow returns the number of rows only with the batch. So it is read here from the flatbuffer of some hundred bytes
-before the batch: format/Message.fbs of Apache Arrow.
+Local files are mapped into memory, so a slice of a batch costs its own pages. A batch with compressed buffers, or of a
+remote file, is read as a whole, in the wanted columns. pyarrow returns the number of rows only with the batch, so it is
+read here from the flatbuffer before the batch: format/Message.fbs of Apache Arrow.
 """
 
 from __future__ import annotations
@@ -96,7 +94,6 @@ class ArrowBlocks(TableFile):
         return self._readers[columns]
 
     def _walk(self) -> tuple[pa.Schema, list[_Message]]:
-        """Returns the schema, and the record batches."""
         import pyarrow as pa
 
         size = self._source.seek(0, 2) or self._source.tell()

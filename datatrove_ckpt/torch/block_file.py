@@ -67,8 +67,7 @@ class BlockFile(ABC):
         return number, row - self._starts[number]
 
     @abstractmethod
-    def read(self, first: int, rows: int, columns: Sequence[str] | None) -> Rows:
-        """Reads so many rows from ``first`` on, all of the same part."""
+    def read(self, first: int, rows: int, columns: Sequence[str] | None) -> Rows: ...
 
     def let_go(self) -> None:  # noqa: B027 (LineBlocks keeps the lines of one part)
         """Frees what makes the next part faster to read."""
@@ -78,8 +77,6 @@ class BlockFile(ABC):
 
 
 class TableFile(BlockFile):
-    """An open file of tables in one schema."""
-
     _schema: pa.Schema
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> pa.Table:

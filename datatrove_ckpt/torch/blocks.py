@@ -1,7 +1,6 @@
 """An input as blocks of rows, each of which can be read alone.
 
-Training loops need the number of rows, and rows in an order that does not follow the files. A block is a row group or
-record batch, or a slice of one, so that its memory does not grow with the groups of a file.
+A block is a row group or record batch, or a slice of one, so that its memory does not grow with the groups of a file.
 
     blocks = BlockInput(ParquetReader("corpus"))
     sum(block.rows for block in blocks)             rows of the whole input
@@ -57,7 +56,6 @@ class Block:
     Attributes:
         file: the number of the file, in the reader's order.
         first: the number of the first row in the file.
-        rows: the number of rows.
         bytes: their rough size in memory, with all columns.
     """
 
@@ -86,7 +84,7 @@ class BlockInput:
 
     def __init__(self, reader: FilesReader) -> None:
         self._reader = reader
-        self._inputs: Inputs = reader._list_inputs(0, 1, None)
+        self._inputs: Inputs = reader.list_inputs(0, 1, None)
         self.names = self._inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
@@ -114,7 +112,7 @@ class BlockInput:
         """Reads the rows of a block.
 
         Args:
-            columns: the names of the columns; None: all. A line of JSONL may lack some, and has None there.
+            columns: None: all. A line of JSONL may lack some, and has None there.
 
         Raises:
             ConfigError: a file has no such column.
@@ -127,11 +125,7 @@ class BlockInput:
         return self._unified.apply(rows, self.names[block.file])
 
     def unify(self, columns: Sequence[str] | None) -> None:
-        """Gives rows of all files the same types, in these columns.
-
-        Raises:
-            ConfigError: a file lacks a column, or the types of a column cannot be unified.
-        """
+        """Gives rows of all files the same types, in these columns: see ``Unified``."""
         schemas: dict[bytes, str] = {}
         for name, file in zip(self.names, self._index, strict=True):
             if file.rows:
@@ -140,12 +134,10 @@ class BlockInput:
             self._unified = Unified(schemas.items(), columns)
 
     def let_go(self, file: int) -> None:
-        """Frees what makes the next block of a file faster to read."""
         if file in self._opened and self._process == os.getpid():
             self._opened[file].let_go()
 
     def close(self) -> None:
-        """Closes the files until they are read again."""
         while self._opened:
             self._opened.popitem()[1].close()
 
@@ -176,16 +168,13 @@ class BlockInput:
             return self._in_threads(count, numbers)
 
     def _in_threads(self, call: Callable[[int], _Result], numbers: Sequence[int]) -> list[_Result]:
-        if len(numbers) == 1:
-            return [call(numbers[0])]
         with ThreadPoolExecutor(_THREADS) as threads:
             return list(threads.map(call, numbers))
 
     @property
     def _kind(self) -> str:
-        """What the blocks depend on, beside the files."""
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-        return f"{self._reader._format}/{options}/{line_blocks.GROUP_BYTES}"
+        return f"{self._reader.format}/{options}/{line_blocks.GROUP_BYTES}"
 
     def _index_file(self, number: int) -> FileIndex:
         file = self._open(number, None)
@@ -195,7 +184,7 @@ class BlockInput:
     def _size_in_memory(self) -> int:
         """Returns the size of rows in memory, in quarters of their size by the files, from a sample of three files.
 
-        Parquet counts repeated texts once, in dictionaries: rows of a long prompt can be a thousand times larger.
+        Parquet counts repeated texts once: rows of a long prompt can be a thousand times larger.
         """
         full = [number for number, index in enumerate(self._index) if index.rows]
         if isinstance(self._reader, JsonlReader) or not full:  # dicts are counted elsewhere

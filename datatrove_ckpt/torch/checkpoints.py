@@ -11,8 +11,7 @@
                 checkpoints.maybe_save(step, loader=loader, metrics={"loss": loss}, **states)
 
 All ranks make the same calls at the same steps. A save stops the training for a copy of the states in the host's
-memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee and Chidambaram, FAST'21), and another thread copies the
-newest step to the remote. On a signal or before the end of Slurm's time, the next ``maybe_save`` saves and raises.
+memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee and Chidambaram, FAST'21).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from datatrove_ckpt.torch.sharded import METADATA, contents_of, load_parts, not_
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.steps import Contents, Manifest, StepName, Steps, blocks
-from datatrove_ckpt.torch.workers import prepare_loader
+from datatrove_ckpt.torch.workers import keep_workers, seed_workers
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -377,7 +376,6 @@ class TrainingCheckpoints:
         self._hand_over(name, contents, numbers, began)
 
     def _hand_over(self, name: StepName, contents: Contents, metrics: dict[str, float], began: float) -> None:
-        """Gives a copy of the states to the writing thread."""
         if self._is_owner and self._asynchronous:
             try:
                 contents = self._snapshot.take(contents)
@@ -520,7 +518,6 @@ class TrainingCheckpoints:
         return self._ranks.rank == 0 and self._steps.store is not None
 
     def _upload(self) -> None:
-        """Copies the newest step to the remote, and removes old steps there, until there is no newer step."""
         assert self._steps.store is not None
         while self._not_copied is not None or max(self._manifests) != self._copied:
             name = max(self._manifests)
@@ -595,7 +592,7 @@ class TrainingCheckpoints:
                 self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(self, choose: Callable[[Iterable[StepName]], list[StepName]]) -> tuple[StepName, list[str]] | None:
-        """Returns the last chosen step that all folders have whole, and the later ones. None: no step was saved."""
+        """Returns the last chosen step that all folders have whole, and the later ones. None: there is no step."""
         self._writing.join()
         self._has_looked = True
         found = self._ranks.together(self._names)
@@ -615,7 +612,6 @@ class TrainingCheckpoints:
         raise CheckpointCorrupt(f"{self._steps.folder} has no step that is whole: {' '.join(passed)}")
 
     def _names(self) -> list[StepName]:
-        """Returns the steps in this rank's own folder and in the remote."""
         if not self._is_owner:
             return []
         with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
@@ -695,7 +691,8 @@ class TrainingCheckpoints:
 
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
-            prepare_loader(loader, xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode()))
+            keep_workers(loader)
+            seed_workers(loader, xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode()))
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
         if loader is None:

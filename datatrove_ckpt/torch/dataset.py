@@ -12,8 +12,7 @@
             ...
             torch.save(loader.state_dict(), f"loader-{rank}.pt")
 
-An epoch has one order for all ranks and workers (``order.py``), which take turns. So ranks differ by one sample at
-most, ``len()`` is known, and the states of all ranks continue with any other number of ranks and workers.
+An epoch has one order for all ranks and workers (``order.py``), which take turns.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ class ReaderDataset(StatefulIterable):
             transform = text_and_id
         batch = 1 if batch_size is None else batch_size
         self.reader = reader
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = int(rank)  # NumPy's integers are no JSON
+        self.world_size = int(world_size)
         self.shuffle_seed = shuffle_seed
         self.transform = transform
         self.columns = columns
@@ -134,7 +133,7 @@ class ReaderDataset(StatefulIterable):
             )
 
     def __len__(self) -> int:
-        """Returns the number of samples of this rank in an epoch. Rows that hold no document count."""
+        """Returns the number of samples of this rank in an epoch. Rows without a document count."""
         return Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
 
     def set_epoch(self, epoch: int) -> None:

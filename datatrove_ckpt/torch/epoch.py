@@ -18,7 +18,7 @@ from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
 from datatrove_ckpt.torch.index import Index, Row, RowSource
-from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Window, order_by_files, order_by_rows, unevenness
+from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.samples import json_row
 from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
@@ -28,20 +28,17 @@ _UNEVEN = 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a dataset that decide which rows each worker reads."""
-
     seed: int | None
     window: Window
     even: Even
     batch: int
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a value that is not allowed."""
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+        if self.seed is not None and type(self.seed) is not int:  # no bool
             raise ConfigError(f"shuffle_seed must be an integer or None, not {self.seed!r}.")
         if self.even not in ("drop", "repeat", None):
             raise ConfigError(f'even must be "drop", "repeat" or None, not {self.even!r}.')
-        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
+        if type(self.batch) is not int or self.batch < 1:
             raise ConfigError(f"batch_size must be an integer from 1 on, or None, not {self.batch!r}.")
 
     @property
@@ -51,25 +48,18 @@ class Settings:
 
 
 def parse_window(window: int | str) -> Window:
-    """Parses a number of rows, or of bytes with a unit, such as "256MB".
-
-    Raises:
-        ConfigError: the window is neither.
-    """
+    """Parses a number of rows, or of bytes with a unit, such as "256MB"."""
     if isinstance(window, str):
         size = parse_bytes(window)
         if size is not None:
             return Window(bytes=max(1, size))
-    if isinstance(window, int) and not isinstance(window, bool) and window > 0:
+    elif type(window) is int and window > 0:
         return Window(rows=window, bytes=None)
     raise ConfigError(f'shuffle_window must be a number of rows, or bytes like "256MB", not {window!r}.')
 
 
 class Plan:
-    """The rows of one worker.
-
-    Args:
-        then: the state that the epoch continues, of this slot or of all; None: from its beginning.
+    """The rows of one worker. ``then``: the state that the epoch continues, of this slot or of all.
 
     Raises:
         CheckpointMismatch: the state belongs to another slot, or another order.
@@ -88,7 +78,10 @@ class Plan:
         self.shares = _file_shares(table, settings, self._topology)
         if then is not None:
             self._continue(_of_all(then, slot))
-        self.order = make_order(table, settings, epoch, self.shares)
+        if self.shares:
+            self.order = order_by_files(table, settings.seed, epoch, settings.window, self.shares)
+        else:
+            self.order = order_by_rows(table, settings.seed, epoch, settings.window)
         self._remaining = Remaining(self.order.rows, self.done)
         self.samples = self._topology.of_worker(self._remaining.rows, slot.rank, slot.worker, settings.even)
 
@@ -104,12 +97,10 @@ class Plan:
             self.skipped = then.skipped
 
     def places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
-        """Returns shares and rows of this worker's samples from ``low`` to ``high``."""
         places = self._topology.places(self.slot.rank, self.slot.worker, np.arange(low, high))
         return self.order.locate(self._remaining.positions(places))
 
     def state(self, samples: int, input_state: State) -> DatasetState:
-        """Returns the state after so many samples of this worker."""
         return DatasetState(
             epoch=self.epoch,
             order=self.settings.order | {"shares": self.shares},
@@ -133,18 +124,11 @@ class Plan:
             )
 
 
-def make_order(table: BlockTable, settings: Settings, epoch: int, shares: int) -> EpochOrder:
-    """Makes the order of an epoch. ``shares``: of whole files; 0: by rows."""
-    if shares:
-        return order_by_files(table, settings.seed, epoch, settings.window, shares)
-    return order_by_rows(table, settings.seed, epoch, settings.window)
-
-
 def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> int:
     """Returns the number of shares of whole files; 0: shares are cut by rows.
 
-    By rows, few workers read a block if rows are shuffled and files can be entered anywhere. Else all workers would
-    read all blocks, so whole files are better, if they make even shares.
+    By rows, all workers read all blocks if rows are not shuffled or files are compressed. Then whole files are better,
+    if they make even shares.
     """
     count = topology.slots if topology.batch == 1 else topology.ranks
     if count == 1 or (settings.seed is not None and not table.is_stream.any()):
@@ -171,7 +155,6 @@ class Epoch(Iterator[object]):
 
     Args:
         columns: samples are rows of these columns; None: documents.
-        transform: makes a sample of such a row or document, or None.
         after_end: the loaded state is of the end of the epoch before.
 
     Attributes:
@@ -213,8 +196,7 @@ class Epoch(Iterator[object]):
     def check_used(self, next_epoch: int) -> None:
         """Raises CheckpointMismatch before the next epoch if this epoch gave nothing.
 
-        A loader without workers keeps in its state that its dataset has ended. If that state was saved at the last
-        batch of an epoch, and the loop resumes in the epoch after it, the loader reads nothing.
+        A loader without workers that resumes with a state of the last batch of the epoch before reads nothing.
         """
         if self._after_end and not self._is_used and self._plan.samples and next_epoch != self._plan.epoch:
             self._after_end = False
@@ -256,9 +238,6 @@ class Epoch(Iterator[object]):
         """Returns a sample in place of the worker's row with this number, which holds no document.
 
         Ranks that must be even get the worker's next document twice, which depends on the order alone. Others: None.
-
-        Raises:
-            InputError: no row of the worker's share is a document.
         """
         is_even = self._plan.settings.even is not None
         if not self._skipped:

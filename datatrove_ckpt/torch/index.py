@@ -27,7 +27,7 @@ _OF_DICTS = 3
 
 
 class Row(NamedTuple):
-    """A row, the name of its file, and its number there. ``data`` is None for a damaged line of JSONL."""
+    """A row, its file, and its number there. ``data`` is None for a damaged line of JSONL."""
 
     data: JsonObject | None
     name: str
@@ -35,12 +35,7 @@ class Row(NamedTuple):
 
 
 class Index:
-    """The blocks of a reader's files, and what a state keeps of them.
-
-    Raises:
-        ConfigError: a file is an Arrow stream with dictionaries.
-        InputError: a file is damaged.
-    """
+    """The blocks of a reader's files, and what a state keeps of them."""
 
     def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
@@ -83,15 +78,12 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """An open window and its rows, in the order of its pieces."""
-
     number: int
     window: OpenWindow
     rows: Batches | list[JsonObject | None]
     moved: Numbers
 
     def take(self, rows: Numbers) -> Parts:
-        """Takes the rows with these numbers in the window."""
         piece, places = self._find(rows)
         places = places + self.moved[piece]
         if isinstance(self.rows, list):
@@ -99,19 +91,17 @@ class _Loaded:
         return self.rows.take(places)
 
     def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns for each of these rows its block, and its number there."""
         piece, places = self._find(rows)
         pieces = self.window.pieces
         return pieces.block[piece], pieces.start[piece] + places - (np.cumsum(pieces.rows) - pieces.rows)[piece]
 
     def _find(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the pieces of these rows, and their numbers over all pieces."""
         places = self.window.order[rows]
         return np.searchsorted(np.cumsum(self.window.pieces.rows), places, side="right"), places
 
 
 class RowSource:
-    """Rows of an order by their places. Holds only the open window of each share that it reads."""
+    """Rows of an order. Holds only the open window of each share that it reads."""
 
     def __init__(self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None) -> None:
         self._index = index
@@ -120,7 +110,6 @@ class RowSource:
         self._open: dict[int, _Loaded] = {}
 
     def rows(self, shares: Numbers, rows: Numbers) -> list[Row]:
-        """Reads the rows with these numbers in their shares."""
         found: dict[int, Row] = {}
         table = self._index.table
         names = self._index.blocks.names

@@ -1,8 +1,7 @@
 """JSONL as blocks: the lines are counted once, and read again from places that the count has noted.
 
 A row is a line that is not blank, also a damaged one, which only parsing shows. A part is about 1 MiB of whole lines. A
-compressed file is decompressed from its beginning up to the part; it stays open, so parts in order are decompressed
-once.
+compressed file stays open, so parts in order are decompressed once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.torch.block_file import BlockFile, FileIndex, Group, changed, check_columns
 
 GROUP_BYTES = 2**20
-"""The size of a part of a JSONL file, up to the rest of its last line. Counts depend on it."""
+"""The size of a part, up to the rest of its last line. Counts depend on it."""
 _SKIP_BYTES = 2**20
 
 
@@ -32,7 +31,7 @@ class LineBlocks(BlockFile):
         self._keys = keys
         self._reader = reader
         self._name = name
-        self._is_plain = reader._codec(name) is None
+        self._is_plain = reader.codec(name) is None
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
         self._at = 0  # offset in the content
@@ -66,7 +65,7 @@ class LineBlocks(BlockFile):
         self._part = b""
 
     def _count(self) -> Iterator[Group]:
-        with self._reader._open(self._name) as file:
+        with self._reader.open_content(self._name) as file:
             while part := file.read(GROUP_BYTES):
                 if not part.endswith(b"\n"):
                     part += file.readline()
@@ -78,7 +77,7 @@ class LineBlocks(BlockFile):
         group = self.index.groups[number]
         if self._file is None or (offset < self._at and not self._is_plain):
             self.close()
-            self._file = self._stack.enter_context(self._reader._open(self._name))
+            self._file = self._stack.enter_context(self._reader.open_content(self._name))
             self._at = 0
         if self._is_plain:
             self._file.seek(offset)

@@ -1,9 +1,7 @@
 """How the states of all workers of all ranks become one that any number of ranks and workers can load.
 
-``states.py`` merges those of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of its sources, and:
-
-    Pack   a list of the tokens that each packer had left, which the new packers share
-    Mix    where each source is, and the sum of the draws
+``states.py`` merges those of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of its sources, and what
+its packers had left, or the sum of its draws.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
 
 def merge(states: Iterable[State | str | PathLike[str]]) -> State:
-    """Makes one state of those of all ranks. ``load_state_dict`` of a ``ReaderDataset`` takes it with any number of
-    ranks and workers: no sample of the epoch is seen twice, and none is left out. See also ``Pack`` and ``Mix``.
+    """Makes one state of those of all ranks, for any number of ranks and workers: no sample of the epoch of a
+    ``ReaderDataset`` is seen twice, and none is left out. See also ``Pack`` and ``Mix``.
 
     Args:
         states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or something that holds it, or

@@ -3,8 +3,7 @@
     mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
     loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
 
-The source of the n-th sample is a hash of seed, epoch, rank, worker and n, so stops change nothing. A merged state of
-several workers continues n at the sum of theirs: no number of a worker is drawn twice.
+The source of the n-th sample is a hash of seed, epoch, rank, worker and n. A merged state has the sum of all n.
 """
 
 from __future__ import annotations
@@ -119,12 +118,11 @@ class _Source:
     """Where a source is.
 
     Attributes:
-        number: its index.
-        passes: how often it has begun again.
+        passes: how often the source has begun again.
         has_given: whether this pass gave a sample. Else the source does not begin again.
         has_ended: whether a pass has ended.
-        is_live: whether it is drawn.
-        last: its state at its end.
+        is_live: whether the source is drawn.
+        last: the state at its end.
     """
 
     number: int

@@ -8,12 +8,9 @@ samples before it) is all that a state needs, and another number of ranks or wor
            -> each share is read window by window; the rows of a window come in shuffled order
            -> position p is row p // shares of share p % shares, while all shares have rows
 
-Canonical shares that are dealt out to workers are the idea of MosaicML Streaming (``num_canonical_nodes``). There nodes
-keep files; here a worker reads only some of the blocks: with as many workers as shares, each block is read once. The
-number of shares follows from the window and the input, and never from the workers.
-
-A compressed file is read from its beginning. Its blocks keep their order, and a share reads up to ``OPEN_STREAMS`` such
-files at a time. So their rows mix with rows of other files, and with rows of their own file within the window.
+Canonical shares are the idea of MosaicML Streaming (``num_canonical_nodes``). Here a worker reads only some of the
+blocks: with as many workers as shares, each block is read once. The number of shares follows from the window and the
+input alone. Blocks of a compressed file keep their order, and a share reads up to ``OPEN_STREAMS`` of them at a time.
 
 Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with its version.
 """
@@ -93,7 +90,6 @@ class BlockTable:
 
     @cached_property
     def used(self) -> Numbers:
-        """The blocks that have rows."""
         return np.flatnonzero(self.rows)
 
     def weights(self, window: Window) -> Numbers:
@@ -111,8 +107,6 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Parts of blocks, in the order in which they are read."""
-
     block: Numbers
     start: Numbers
     rows: Numbers
@@ -125,8 +119,8 @@ class Pieces:
 class OpenWindow:
     """A window of one share.
 
-    ``order[i]``: the row that is the ``i``-th of the window, counted over all its pieces. ``first``: the number of the
-    window's first row in its share. ``shuffled``: the next window does not begin where this one ends.
+    ``order[i]``: the ``i``-th row of the window, counted over all its pieces. ``first``: the number of the first row in
+    the share. ``shuffled``: the next window does not begin where this one ends.
     """
 
     pieces: Pieces
@@ -136,15 +130,12 @@ class OpenWindow:
 
 
 class Share:
-    """One canonical share: a fixed sequence of rows."""
-
     def __init__(
         self, pieces: Pieces, weights: Numbers, limit: float, salt: int | None, files: Numbers | None = None
     ) -> None:
         """``salt``: of the permutations; None: rows in the order of the input.
 
-        ``files``: the file of each block; given if a window has one stretch of each file only. Then files take turns,
-        because two rows of one file are always near each other.
+        ``files``: the file of each block, if a window has one stretch of each file only. Then files take turns.
         """
         self._pieces = pieces
         self._salt = salt
@@ -154,7 +145,6 @@ class Share:
         self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1]
 
     def window_of(self, rows: Numbers) -> Numbers:
-        """Returns the windows of these rows of the share."""
         found: Numbers = np.searchsorted(self._ends, rows, side="right")
         return found
 
@@ -186,7 +176,6 @@ class EpochOrder:
         self._starts = np.concatenate([[0], np.cumsum(counts * np.diff(self._levels))])
 
     def locate(self, positions: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the share of each position, and its row there."""
         share = np.empty_like(positions)
         row = np.empty_like(positions)
         level = np.searchsorted(self._starts, positions, side="right") - 1
@@ -200,7 +189,7 @@ class EpochOrder:
 
 
 def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Window) -> EpochOrder:
-    """Makes the order that does not depend on the readers. ``seed`` None: the order of the input, in one share."""
+    """Makes an order for all topologies. ``seed`` None: the order of the input, in one share."""
     if seed is None:
         return EpochOrder([Share(_whole(table, table.used), table.weights(window)[table.used], 0, None)])
     salt = hashed(seed, epoch)
@@ -221,10 +210,7 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
 
 
 def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Window, count: int) -> EpochOrder:
-    """Makes ``count`` shares of whole files, which may differ in length.
-
-    A share has at least ``OPEN_BLOCKS`` blocks in its window, because a worker that reads one share mixes only these.
-    """
+    """Makes ``count`` shares of whole files, which may differ in length, with at least ``OPEN_BLOCKS`` in a window."""
     share_of = deal_files(table, count)[table.file[table.used]]
     weights = table.weights(window)
     limit = max(window.limit / count, min(window.limit, OPEN_BLOCKS * table.mean(window)))
@@ -243,7 +229,7 @@ def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Wind
 
 
 def deal_files(table: BlockTable, count: int) -> Numbers:
-    """Deals the files out to ``count`` shares: the longest file first, each to the share with the fewest rows."""
+    """Deals files out to shares: the longest file first, each to the share with the fewest rows."""
     rows = np.bincount(table.file, weights=table.rows).astype(np.int64)
     sums = [(0, number) for number in range(count)]
     dealt = np.zeros(len(rows), np.int64)
@@ -255,7 +241,7 @@ def deal_files(table: BlockTable, count: int) -> Numbers:
 
 
 def unevenness(table: BlockTable, count: int) -> float:
-    """Returns which part of the longest share the shortest one lacks, if whole files are dealt out."""
+    """Returns which part of the longest share of whole files the shortest one lacks."""
     sums = np.bincount(deal_files(table, count)[table.file], weights=table.rows, minlength=count)
     if len(sums) and sums.max():
         return float(1 - sums.min() / sums.max())
@@ -298,8 +284,7 @@ def scramble(count: int, salt: int) -> Numbers:
 def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numbers:
     """Changes a shuffled ``order`` so that each stretch has its part of each file's rows.
 
-    Each turn has one row of each of the files with equal numbers of rows, in any order. So neighbours are of one file
-    only where a turn ends and the next begins.
+    Each turn has one row of each of the files with equal numbers of rows, in any order.
     """
     numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
     file = np.repeat(of_file, pieces.rows)
@@ -329,7 +314,7 @@ def _whole(table: BlockTable, blocks: Numbers) -> Pieces:
 
 
 def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
-    """Cuts the rows from ``low`` to ``high``, counted over all pieces. ``ends``: the sums of the pieces' rows."""
+    """Cuts the rows from ``low`` to ``high``, counted over all pieces. ``ends``: sums of their rows."""
     first = int(np.searchsorted(ends, low, side="right"))
     last = first
     if high > low:
@@ -341,7 +326,7 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
 
 
 def _cut_windows(weights: Numbers, limit: float) -> Numbers:
-    """Returns the first piece of each window, and the number of pieces. A window has one piece at least."""
+    """Returns the first piece of each window, and the number of pieces."""
     if limit <= 0:
         return np.arange(len(weights) + 1)
     cuts = [0]

@@ -31,8 +31,7 @@ class Pack(StatefulWrapper):
 
     Each worker packs its own share of the rows. Another number of ranks or workers continues with the states of all
     (``restore``, ``merge``), if the source's rows are counted: each row is packed once, and the rest of each packer
-    goes to a new packer, as a row of its own. Which rows share a sample changes. At the end of the epoch each new
-    packer drops or fills up one sample.
+    goes to a new packer, as a row of its own. At the end of the epoch each new packer drops or fills up one sample.
 
     Args:
         source: a stateful iterable of rows: dicts with ``columns``, or else plain sequences of token ids: lists, numpy

@@ -1,7 +1,7 @@
 """Parquet as blocks: a slice of a row group, without holding more of the group than the slice.
 
-Row groups of a million rows are usual. pyarrow reads them from their beginning, so earlier rows of the group are
-decoded in small batches, and dropped. A slice continues where the last one ended, because most are read in order.
+pyarrow reads row groups from their beginning, so earlier rows are decoded in small batches, and dropped. A slice
+continues where the last one ended, because most are read in order.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class ParquetBlocks(TableFile):
         self._source.close()
 
     def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _GroupRows:
-        """Returns the rows of a group from ``row`` on, from the current place if that is not behind."""
         found = self._group
         self._group = None  # also if this fails
         if found is None or found.key != (group, columns) or found.row > row:

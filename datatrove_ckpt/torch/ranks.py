@@ -77,7 +77,7 @@ class Ranks:
             return 0
         own = folder / f".id-{uuid.uuid4().hex}"
         shared = folder / ".id"
-        files.disk.write_new(own, [uuid.uuid4().bytes])
+        files.disk.write_new(own, [uuid.uuid4().bytes], files.PUBLIC_FILE)
         files.disk.put_new(own, shared)
         files.disk.remove(own)
         return self.gather(shared.read_bytes()).index(shared.read_bytes())

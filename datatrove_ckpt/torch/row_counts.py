@@ -1,12 +1,9 @@
 """Keeps the numbers of rows of files, so that the next process need not read the files again.
 
-JSONL is counted by reading all of it: 1 to 2 GB per second from a page cache. Remote Parquet and Arrow files cost some
-requests each. The counts of an input are one small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept),
-else ``datatrove-ckpt/rows`` in the user's cache folder. Nodes that share the folder share the counts: the first process
-counts, and the others wait for it.
-
-A count is used while the file has the same size, time of change and sample (see ``Inputs.sample``). Reading notices a
-wrong count, see ``block_file.changed``. The file may be deleted at any time.
+JSONL is counted by reading all of it, 1 to 2 GB per second from a page cache. The counts of an input are one small file
+in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), else ``datatrove-ckpt/rows`` in the user's cache folder.
+Of nodes that share the folder the first one counts. A count is used while size, time of change and sample of the file
+are the same (see ``Inputs.sample``). Reading notices a wrong count. The file may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ class RowCounts:
             self._path = folder / f"{xxh3_128_hexdigest(source.encode())}.json"
         self._files: JsonObject = {}
         self._lock = threading.Lock()  # files are counted in several threads
-        self._changed = False
         self._saved = time.monotonic()
 
     def load(self) -> None:
@@ -115,16 +111,14 @@ class RowCounts:
         entry = {"key": key, "rows": rows, "bytes": sizes, "sequential": index.sequential, "schema": schema}
         with self._lock:
             self._files[self._inputs.names[number]] = entry
-            self._changed = True
             is_due = time.monotonic() - self._saved > _SAVE_SECONDS
         if is_due:
             self._save()
 
     def _save(self) -> None:
         with self._lock:
-            if not self._changed or self._path is None:
+            if self._path is None:
                 return
-            self._changed = False
             self._saved = time.monotonic()
             content = orjson.dumps({"files": self._files})
             part = self._path.with_suffix(f".{uuid.uuid4().hex}")  # nodes may share the folder, and process ids

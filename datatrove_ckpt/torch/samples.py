@@ -1,10 +1,10 @@
 """Rows of a table as samples of a training loop: plain dicts.
 
-Values are Python's, but a list of numbers, mostly a token row, is a numpy array: a Python number takes 28 bytes where
-the table has 2 or 4. Columns are converted as a whole, so a row costs less than a microsecond.
+A list of numbers, mostly a token row, becomes a numpy array: a Python number takes 28 bytes where the table has 2 or 4.
+Columns are converted as a whole, so a row costs less than a microsecond.
 
-Numbers of JSON become an array only if that changes no value: numpy would round integers that no int64 holds, or that
-are beside a float. Arrays are copies: torch warns of arrays that cannot be written, and a view keeps a block alive.
+Numbers of JSON become an array only if numpy rounds none of them. Arrays are copies: torch warns of arrays that cannot
+be written, and a view keeps a block alive.
 """
 
 from __future__ import annotations

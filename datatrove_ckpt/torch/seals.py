@@ -1,7 +1,7 @@
 """Checksums of states. A damaged state is an error, and never other samples.
 
-Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values, also within a loader's state,
-a file or another state. States of earlier releases have none, and are accepted.
+Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values. States of earlier releases
+have none, and are accepted.
 """
 
 from __future__ import annotations

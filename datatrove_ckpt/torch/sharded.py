@@ -1,6 +1,6 @@
-"""Inspects states: whether all ranks have the same, or parts of one (FSDP's), and whether they are plain.
+"""Inspects states: whether ranks have parts of them (FSDP's), which DCP saves as a folder, and whether they are plain.
 
-``torch.distributed.checkpoint`` saves parts as a folder, which is restored on any number of ranks, also without FSDP.
+``torch.distributed.checkpoint`` (DCP) restores parts on any number of ranks, also without FSDP.
 """
 
 from __future__ import annotations
@@ -94,21 +94,18 @@ def load_parts(key: str, states: States, folder: Path, group: ProcessGroup | Non
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-    class Reader(dcp.FileSystemReader):  # type: ignore[misc]
-        def read_metadata(self, *arguments: object, **options: object) -> object:
-            if only_plain:
-                with Path(folder, METADATA).open("rb") as file:
-                    _Metadata(file).load()
-            return super().read_metadata(*arguments, **options)
-
     class Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: object, value: io.BytesIO) -> None:
             torch.load(value, weights_only=only_plain)  # DCP would run any code
             value.seek(0)
             super().load_bytes(read_item, value)
 
+    if only_plain:
+        with Path(folder, METADATA).open("rb") as file:
+            _Metadata(file).load()
     content = state_of(key, states)
-    dcp.load(content, storage_reader=Reader(folder), planner=Planner(), process_group=group, no_dist=group is None)
+    reader = dcp.FileSystemReader(folder)
+    dcp.load(content, storage_reader=reader, planner=Planner(), process_group=group, no_dist=group is None)
     state = states[key]
     if isinstance(state, nn.Module):
         set_model_state_dict(state, content)

@@ -1,10 +1,8 @@
 """What ``ReaderDataset``, ``Pack`` and ``Mix`` share: one iteration at a time, its state, what copies in workers see.
 
-``Pack`` and ``Mix`` are wrappers: iterables around sources, whose state holds the states of the sources. A source is
-any iterable with ``state_dict`` and ``load_state_dict``, also a streaming dataset of Hugging Face or a loader. Its
-state must be the one of its latest iterator, as in torchdata.
-
-With torch these are its iterable datasets, which torchdata's StatefulDataLoader needs.
+``Pack`` and ``Mix`` are wrappers: iterables around sources, such as streaming datasets of Hugging Face, whose states
+they hold. The state of a source must be that of its latest iterator, as in torchdata, whose StatefulDataLoader needs
+iterable datasets of torch.
 """
 
 from __future__ import annotations
@@ -70,23 +68,19 @@ class Handle(Iterator[object]):
 
 
 class Iterations:
-    """The iterations over one dataset, in one process."""
-
     def __init__(self) -> None:
         self._begun: list[ref[Handle]] = []
 
     def begin(self, samples: Iterator[object], note_read: Callable[[], None]) -> Handle:
-        """Begins an iteration. Its first sample calls ``note_read``."""
         handle = Handle(samples, note_read)
         self._begun = [*self._running(), ref(handle)]
         return handle
 
     def forget(self) -> None:
-        """Forgets the iterations before a position was loaded."""
         self._begun = []
 
     def check(self, owner: object) -> None:
-        """Raises ConfigError if an iteration before the latest one is neither at its end nor dropped."""
+        """Raises ConfigError if an earlier iteration is neither at its end nor dropped."""
         if self._running(before=-1):
             raise ConfigError(
                 f"There are two iterations over one {type(owner).__name__}: another one began before this one had "
@@ -118,8 +112,8 @@ _ENDED = 2
 class Shared:
     """Numbers that a dataset and its copies in workers share, in shared memory with torch.
 
-    A worker has a copy of the dataset from its start: else it would not see later calls of the original, and the
-    original would not see what the worker reads. ``worker``: its number; None: the process of the training loop.
+    A worker has a copy of the dataset, which else sees no later calls. ``worker``: its number; None: the process of the
+    training loop.
     """
 
     def __init__(self) -> None:
@@ -146,7 +140,6 @@ class Shared:
         self._numbers[_EPOCH] = epoch
 
     def note_read(self, worker: int | None) -> None:
-        """Notes that a sample of the current epoch was taken."""
         self._mark(_READ, worker)
         if worker is not None:
             self._numbers[_WORKERS_READ] = 1
@@ -159,14 +152,12 @@ class Shared:
         return True
 
     def note_resumed_at_end(self, worker: int | None) -> None:
-        """Notes that a state of the end of the current epoch was resumed."""
         self._mark(_ENDED, worker)
 
     def refuse_again(self, epoch: int, worker: int | None, workers: int) -> None:
         """Raises CheckpointMismatch if all workers have resumed at the end of the epoch, which would come once more.
 
-        A loader that keeps in its state that it had ended drops the iterator that resumes there, and begins another,
-        as torchdata's does.
+        torchdata's loader drops an iterator that resumes there, and begins another.
         """
         numbers = [None] if worker is None else range(workers)
         if self.epoch_was_set and all(self._is_marked(_ENDED, number) for number in numbers):
@@ -184,7 +175,6 @@ class Shared:
 
     @property
     def loads(self) -> int:
-        """The number of states that the process of the training loop has loaded."""
         return int(self._numbers[_LOADS])
 
     def note_load(self) -> int:
@@ -246,10 +236,7 @@ class Loaded:
 
 
 class Iteration(Iterator[object], Protocol):
-    """One pass over a dataset."""
-
-    def state(self) -> State:
-        """Returns the position after the latest sample."""
+    def state(self) -> State: ...
 
 
 class StatefulIterable(_Iterable):
@@ -261,7 +248,6 @@ class StatefulIterable(_Iterable):
         self._forget()
 
     def _forget(self) -> None:
-        """Resets all iterations. A copy calls it, so that it shares nothing with the original."""
         self._shared = Shared()
         self._loaded = Loaded(self._shared)
         self._running: Iteration | None = None
@@ -275,16 +261,14 @@ class StatefulIterable(_Iterable):
         return running.state()
 
     @abstractmethod
-    def _start_state(self) -> State:
-        """Returns the position before any iteration."""
+    def _start_state(self) -> State: ...
 
     @abstractmethod
-    def _has_ended(self, state: State) -> bool:
-        """Returns whether the state is of the end of its epoch."""
+    def _has_ended(self, state: State) -> bool: ...
 
     @abstractmethod
     def made(self, state: State, workers: int) -> bool:
-        """Returns whether a worker of this rank made the state, with the current ranks, ``workers`` and settings."""
+        """Returns whether a worker of this rank made the state in the current topology."""
 
     @abstractmethod
     def check_state(self, state: State) -> None:
@@ -295,7 +279,7 @@ class StatefulIterable(_Iterable):
         """Sets the number of the next epoch. Call it before each epoch."""
 
     def at_epoch(self, epoch: int) -> Self:
-        """Returns a copy that begins this epoch, out of reach of later ``set_epoch`` and ``load_state_dict``."""
+        """Returns a copy that begins this epoch, and shares nothing with the original."""
         other = copy.copy(self)
         other._forget()
         other.set_epoch(epoch)
@@ -306,7 +290,7 @@ class StatefulIterable(_Iterable):
         return self.__dict__ | {"_running": None}
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator: torchdata calls state_dict() before the first sample, and must get the new iteration's state.
+        # No generator: torchdata calls state_dict() before the first sample, for the new iteration.
         number, workers = this_worker()
         if number is None:
             self._shared.forget_workers()
@@ -314,19 +298,16 @@ class StatefulIterable(_Iterable):
         try:
             state = self._loaded.take(number)
             epoch = self._epoch_of(state, number, workers)
-            self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
         except (CheckpointMismatch, ConfigError) as error:
             if number is None:
                 raise
             self._running = NoSamples(error)  # raised here, it would end the workers only after seconds
+        else:
+            self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
         return self._iterations.begin(self._running, lambda: self._shared.note_read(number))
 
     def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:
-        """Returns the number of this epoch.
-
-        Raises:
-            CheckpointMismatch: the state is of another epoch, or all of an epoch would come again.
-        """
+        """Raises CheckpointMismatch if the state is of another epoch, or all of an epoch would come again."""
         shared = self._shared
         epoch = shared.epoch
         if state is None:
@@ -389,10 +370,7 @@ _REMEDY = "Restore the setting, or start the epoch again without the state."
 
 
 class StatefulWrapper(StatefulIterable):
-    """An iterable of other iterables, whose state holds their states.
-
-    A state belongs to one worker of a loader, which reads a part of the data. ``merge`` makes one state of the states
-    of all workers, if the sources are datasets whose rows are counted, or wrappers of these.
+    """An iterable of other iterables, whose state belongs to one worker of a loader.
 
     Raises:
         ConfigError: a source is not stateful.
@@ -422,8 +400,7 @@ class StatefulWrapper(StatefulIterable):
         """Returns the states of the sources, in their order. None: the source had ended."""
 
     @abstractmethod
-    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
-        """Starts an iteration, or resumes it."""
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Iteration: ...
 
     def set_epoch(self, epoch: int) -> None:
         self._shared.set_epoch(epoch)
@@ -501,7 +478,7 @@ class StatefulWrapper(StatefulIterable):
 
 
 class NoSamples(Iterator[object]):
-    """An iteration that was at its end when its state was saved, or that raises an error at its first sample."""
+    """An iteration that is at its end, or that raises an error at its first sample."""
 
     def __init__(self, error: CkptError | None = None, state: State | None = None) -> None:
         self._error = error or StopIteration()
@@ -538,7 +515,7 @@ def place_of(source: object) -> tuple[int, int] | None:
 
 
 def at_epoch(source: Source, epoch: int) -> Source:
-    """Returns a copy of the source at this epoch if it can make one, because others may read the original's number."""
+    """Returns a copy of the source at this epoch if possible, because others may read the original's number."""
     if hasattr(source, "at_epoch"):
         copied: Source = source.at_epoch(epoch)
         return copied
@@ -548,7 +525,7 @@ def at_epoch(source: Source, epoch: int) -> Source:
 
 
 def this_worker() -> tuple[int | None, int]:
-    """Returns the number of this worker of a torch loader, and how many there are; (None, 1) outside of workers."""
+    """Returns the number of this worker of a loader, and how many there are; (None, 1) outside of workers."""
     try:
         from torch.utils.data import get_worker_info
     except ImportError:

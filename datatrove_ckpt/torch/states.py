@@ -40,12 +40,11 @@ class DatasetState:
     """The content of a state.
 
     Attributes:
-        order: the settings that define the order: seed, window and shares.
-        input: files and rows, see ``Index.state``.
+        order: seed, window and shares.
+        input: see ``Index.state``.
         slot: the worker that made it; None: the state is of all.
         samples: how many rows of its share the slot had.
         skipped: how many of these rows were no samples.
-        batch, even: of the slot's topology.
         ended: of a state of all: no worker had a sample left.
     """
 
@@ -158,7 +157,6 @@ def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool
     Without ``batch_size`` the batches of the loader are not known, and a difference is a warning.
 
     Args:
-        ranks: of each worker.
         given: how many samples each worker gave.
         ended: whether each worker has ended.
     """

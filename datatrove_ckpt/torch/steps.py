@@ -9,8 +9,7 @@
     .lock              held by the process that writes
     history.jsonl      what was saved, restored, rolled back
 
-The remote has the same without staging: the manifest is written last, and removed first. Its ``owner`` names the
-process that copies there.
+In the remote the manifest is written last, and removed first. Its ``owner`` names the process that copies there.
 """
 
 from __future__ import annotations
@@ -93,11 +92,7 @@ class Steps:
         return self._unlock is not None and self._unlock.alive
 
     def lock(self) -> None:
-        """Locks the folder before the first write. Removes what an ended process left.
-
-        Raises:
-            CheckpointLocked: another process writes to the folder.
-        """
+        """Locks the folder, and removes what an ended process left. Raises CheckpointLocked."""
         if self.is_locked:
             return
         path = self.folder / ".lock"
@@ -126,7 +121,6 @@ class Steps:
     # write --------------------------------------------------------------------------------------------------------
 
     def begin(self, name: StepName) -> Path:
-        """Makes an empty folder for the step."""
         staging = self.folder / f".saving-{name}"
         files.disk.remove_tree(staging)
         for path in (staging, staging / "states", staging / "writer"):
@@ -139,7 +133,6 @@ class Steps:
     def finish(
         self, name: StepName, contents: Contents, metrics: dict[str, float], of: Manifest | None = None
     ) -> Manifest:
-        """Writes the missing files, and makes the step complete."""
         self.write(name, contents, metrics, of)
         return self.publish(name)
 
@@ -160,7 +153,6 @@ class Steps:
             files.disk.sync_dir(folder)
 
     def publish(self, name: StepName) -> Manifest:
-        """Makes a written step complete. Returns its manifest."""
         staging = self.folder / f".saving-{name}"
         old = self._set_aside(name, "old")
         files.disk.rename(staging, self.folder / str(name))
@@ -169,7 +161,6 @@ class Steps:
         return self.manifest(name)
 
     def remove(self, name: StepName) -> None:
-        """Removes a step, complete or damaged, if it is there."""
         files.disk.remove_tree(self._set_aside(name, "removed"))
 
     def _set_aside(self, name: StepName, why: str) -> Path:
@@ -180,7 +171,6 @@ class Steps:
         return aside
 
     def note(self, **record: object) -> None:
-        """Adds a line to the history."""
         files.disk.append(self.folder / "history.jsonl", orjson.dumps(record | {"at": time.time()}) + b"\n")
 
     # read ---------------------------------------------------------------------------------------------------------
@@ -226,7 +216,6 @@ class Steps:
     # remote -------------------------------------------------------------------------------------------------------
 
     def upload(self, name: StepName) -> None:
-        """Copies a complete step to the remote."""
         assert self.store is not None
         try:
             if self.remote_manifest(name) == self.manifest(name):
@@ -239,7 +228,6 @@ class Steps:
         self.store.put(f"{name}/{_MANIFEST}", (self.folder / str(name) / _MANIFEST).read_bytes())
 
     def remote_names(self) -> list[StepName]:
-        """Returns the steps in the remote, complete or not."""
         if self.store is None:
             return []
         return _step_names(self.store.names())
@@ -280,11 +268,7 @@ class Steps:
             raise Fenced(f"A later process of this training copies to {self.store.url}.")
 
     def fetch(self, name: StepName) -> None:
-        """Copies a step from the remote into the folder.
-
-        Raises:
-            CheckpointCorrupt: the step is incomplete there, damaged, or of another training.
-        """
+        """Copies a step from the remote. Raises CheckpointCorrupt if it is damaged or another training's."""
         assert self.store is not None
         manifest = self.remote_manifest(name)
         self.check_training(manifest, f"{self.store.url}/{name}")
@@ -302,7 +286,6 @@ class Steps:
         self.finish(name, {}, {}, manifest)
 
     def remove_remote(self, name: StepName) -> None:
-        """Removes a step, complete or not."""
         assert self.store is not None
         self.store.remove(f"{name}/{_MANIFEST}")
         self.store.remove_below(str(name))
@@ -319,7 +302,6 @@ def _release(lock: files.Lock, pid: int) -> None:
 
 
 def _write(path: Path, content: object) -> _Entry:
-    """Writes and syncs a file."""
     file = _File(path)
     try:
         if isinstance(content, Iterator):

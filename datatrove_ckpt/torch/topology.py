@@ -1,11 +1,9 @@
 """Who reads which positions of an epoch: ranks and workers take turns.
 
 Ranks take turns by the row, and the workers of a rank by the batch. So the global batch of step s has the positions
-from ``s * world_size * batch_size`` on: it is the same for any number of ranks and workers, if its size is. (Without
-``batch_size`` workers take turns by the row, too: a step is then the same in sum after each round of workers.)
-
-A ``Round`` is one topology, and how far each of its workers came. After it, the remaining positions are dealt out anew.
-A state holds the rounds so far: about 30 bytes for each change of the topology.
+from ``s * world_size * batch_size`` on, for any number of ranks and workers. (Without ``batch_size`` workers take turns
+by the row, too.) After a ``Round`` the remaining positions are dealt out anew. A state holds the rounds so far: 30
+bytes for each change of the topology.
 """
 
 from __future__ import annotations
@@ -25,12 +23,9 @@ Even: TypeAlias = Literal["drop", "repeat"] | None
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The number of readers, and how they take turns.
+    """The number of ranks and of workers of each rank (1: the rank itself reads).
 
-    Attributes:
-        ranks: the number of ranks.
-        workers: the number of workers of each rank; 1 if the rank itself reads.
-        batch: how many samples in a row a worker gets.
+    ``batch``: how many samples in a row a worker gets.
     """
 
     ranks: int
@@ -43,7 +38,6 @@ class Topology:
         return self.ranks * self.workers
 
     def of_rank(self, rows: int, rank: int, even: Even) -> int:
-        """Returns how many of ``rows`` rows a rank gets."""
         if even == "drop":
             return rows // self.ranks
         if even == "repeat":
@@ -51,7 +45,6 @@ class Topology:
         return (rows - rank + self.ranks - 1) // self.ranks
 
     def of_worker(self, rows: int, rank: int, worker: int, even: Even) -> int:
-        """Returns how many of ``rows`` rows a worker gets."""
         mine = self.of_rank(rows, rank, even)
         turns, rest = divmod(mine, self.workers * self.batch)
         return turns * self.batch + min(max(rest - worker * self.batch, 0), self.batch)

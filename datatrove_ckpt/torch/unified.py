@@ -1,7 +1,7 @@
 """One schema for all files of an input, whose columns may have other types in each.
 
-Rows of several files come together in a shuffled window. If pyarrow unified the types within a window, a row's type
-would depend on its neighbours, and on where a run was resumed. Here the types of all files count.
+If pyarrow unified the types within a shuffled window, a row's type would depend on its neighbours, and on where a run
+was resumed. Here the types of all files count.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ class Unified:
     """The types of all rows.
 
     Args:
-        schemas: each schema that occurs, serialized, and a file that has it.
-        columns: the columns that are read, which all files must have; None: all columns of all files. Rows of a file
-            that lacks one have None.
+        schemas: each serialized schema, and a file that has it.
+        columns: the columns that are read, which all files must have; None: all columns of all files.
 
     Raises:
         ConfigError: a file lacks a column, or the types of a column cannot be unified.
@@ -41,11 +40,6 @@ class Unified:
         self._schema = pa.schema([(column, _unify(column, files)) for column, files in kinds.items()])
 
     def apply(self, table: pa.Table, name: str) -> pa.Table:
-        """Casts a table of the file ``name``.
-
-        Raises:
-            InputError: a value does not fit the type.
-        """
         import pyarrow as pa
 
         schema = self._schema
@@ -86,7 +80,6 @@ def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Returns the type of the values of a dictionary, or of views of texts."""
     import pyarrow as pa
     import pyarrow.types as types
 

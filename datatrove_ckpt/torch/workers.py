@@ -1,8 +1,8 @@
 """Prepares a loader's workers: they outlive signals, and have seeds that do not depend on restarts.
 
-torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the loader raises in the
-process of the training before it can save. Here they ignore it, until that process ends. They ignore ``terminate``,
-too, and multiprocessing waits for them at the exit: so a thread of each worker watches for the end.
+torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the loader raises before the
+training can save. Here they ignore signals, also ``terminate``, and multiprocessing waits for them at the exit: so a
+thread of each worker watches for the end of the training.
 """
 
 from __future__ import annotations
@@ -49,15 +49,20 @@ class OutlivesSignals:
         os._exit(0)
 
 
-def prepare_loader(loader: DataLoader, seed: int) -> None:
-    """Before its workers start, lets them outlive signals, and gives the loader a generator for their seeds.
-
-    Else each iterator would draw the seeds from torch's generator, also that of an epoch which is resumed.
-    """
+def keep_workers(loader: DataLoader) -> None:
+    """Lets a loader's workers outlive signals. Call it before they start."""
     inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
     usual = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and not isinstance(usual, OutlivesSignals):
         inner.worker_init_fn = OutlivesSignals(usual)
+
+
+def seed_workers(loader: DataLoader, seed: int) -> None:
+    """Gives a loader a generator for its workers' seeds.
+
+    Else each iterator would draw the seeds from torch's generator, also in a resumed epoch.
+    """
+    inner = getattr(loader, "base_dataloader", loader)
     if getattr(inner, "generator", False) is None:
         inner.generator = torch.Generator().manual_seed(seed >> 1)
 

@@ -176,7 +176,7 @@ def test_parquet_reader_lists_without_a_request_per_file(hub: FakeHub) -> None:
     expected = list(OriginalParquet(f"hf://datasets/{REPOSITORY}/data").run())
     asked = len(hub.requests)
     reader = ParquetReader(f"hf://datasets/{REPOSITORY}/data")
-    inputs = reader._list_inputs(0, 1, None)
+    inputs = reader.list_inputs(0, 1, None)
     assert sum(inputs.size(index) for index in range(20)) > 0
     assert len(hub.requests) - asked <= 4
     assert list(reader.run()) == expected

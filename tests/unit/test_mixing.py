@@ -47,6 +47,17 @@ def test_draws_depend_on_seed_and_epoch_alone_and_each_source_keeps_its_order() 
     assert [name for name in first if name[0] == "a"] == list(source("a", 50))
 
 
+def test_ranks_draw_different_sources_also_of_packed_rows() -> None:
+    def draws(rank: int) -> list[int]:
+        sources = [Rows([[number, number]] * 100) for number in (0, 1)]
+        for one in sources:
+            vars(one).update(rank=rank, world_size=2)
+        samples = itertools.islice(Mix([Pack(one, 2) for one in sources], [1, 1]), 50)
+        return [int(sample["input_ids"][0]) for sample in samples]
+
+    assert draws(0) == draws(0) != draws(1)
+
+
 def test_stop_ends_with_the_first_source_that_ends() -> None:
     samples = list(mix("stop", (100, 5)))
     assert Counter(name[0] for name in samples)["b"] == 5

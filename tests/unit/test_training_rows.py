@@ -18,9 +18,11 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
-from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, make_order, parse_window
+from datatrove_ckpt.torch.dataset import ReaderDataset
+from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.merging import merge
+from datatrove_ckpt.torch.order import BlockTable, EpochOrder, order_by_rows
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.unit.tables import reader_of, write_table
 
@@ -51,6 +53,10 @@ def index_of(reader: SeekingReader) -> Index:
     if reader not in _INDEXES:
         _INDEXES[reader] = Index(reader)
     return _INDEXES[reader]
+
+
+def order_of(table: BlockTable, chosen: Settings) -> EpochOrder:
+    return order_by_rows(table, chosen.seed, 0, chosen.window)
 
 
 def settings(**changes: Any) -> Settings:
@@ -315,7 +321,7 @@ def test_a_shuffled_window_is_not_held_twice(tmp_path: Path) -> None:
     table = pa.table({"ids": pa.ListArray.from_arrays(np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers)})
     pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
     index = index_of(ParquetReader(tmp_path.as_posix()))
-    order = make_order(index.table, settings(window=parse_window("1GB")), 0, 0)
+    order = order_of(index.table, settings(window=parse_window("1GB")))
     assert [len(share._ends) for share in order.shares] == [1]
     with counted() as pool:
         read = RowSource(index, order, ["ids"]).samples(*order.locate(np.arange(1000)))
@@ -329,7 +335,7 @@ def test_a_window_is_let_go_before_the_next_one_is_read(tmp_path: Path) -> None:
     table = pa.table({"ids": pa.ListArray.from_arrays(np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers)})
     pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
     index = index_of(ParquetReader(tmp_path.as_posix()))
-    order = make_order(index.table, settings(window=parse_window("64MB")), 0, 0)
+    order = order_of(index.table, settings(window=parse_window("64MB")))
     assert [len(share._ends) for share in order.shares] == [4]
     del numbers, table
     with counted() as pool:
@@ -343,7 +349,7 @@ def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path: Path) -> No
     """Each row's place in the order takes memory, too."""
     pq.write_table(pa.table({"n": np.zeros(200_000, np.int8)}), tmp_path / "a.parquet", row_group_size=1000)
     table = index_of(ParquetReader(tmp_path.as_posix())).table
-    [share] = make_order(table, settings(window=parse_window("1MB")), 0, 0).shares
+    [share] = order_of(table, settings(window=parse_window("1MB"))).shares
     assert share.rows / len(share._ends) <= 2**20 / 64
 
 
@@ -367,7 +373,7 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path:
         pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
     index = Index(ParquetReader(tmp_path.as_posix()))
     index.blocks.unify(["x"])
-    order = make_order(index.table, settings(seed=seed, window=parse_window(40)), 0, 0)
+    order = order_of(index.table, settings(seed=seed, window=parse_window(40)))
     for first in range(0, 200, 10):
         source = RowSource(index, order, ["x"])  # as after a resume
         rows = source.samples(*order.locate(np.arange(first, first + 10)))
@@ -390,8 +396,15 @@ def test_what_is_read_beside_a_window_is_bounded(tmp_path: Path, case: str) -> N
             pq.write_table(pa.table({"x": texts}), tmp_path / f"{number}.parquet")
     with counted() as pool:
         index = Index((IpcReader if case == "compressed batches" else ParquetReader)(tmp_path.as_posix()))
-        order = make_order(index.table, settings(window=parse_window("16MB")), 0, 0)
+        order = order_of(index.table, settings(window=parse_window("16MB")))
         source = RowSource(index, order, ["x"])
         for place in range(0, index.table.total, index.table.total // 24):
             source.rows(*order.locate(np.arange(place, place + 1)))
     assert pool.max_memory() < 16e6 + 3 * 17e6, "6 files have 16 MB each"
+
+
+def test_a_rank_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(6)))
+    dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), np.int64(1), np.int64(2))  # type: ignore[arg-type]
+    assert [sample["text"] for sample in dataset] == ["1", "3", "5"]
+    assert json.loads(json.dumps(dataset.state_dict()))["slot"] == [1, 2, 0, 1]

@@ -82,10 +82,9 @@ def load(path: str | Path) -> JsonObject:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or error
+        where = ""
         if mark:
             where = f":{mark.line + 1}:{mark.column + 1}"
-        else:
-            where = ""
         if not hint and re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
@@ -117,10 +116,9 @@ def build(content: JsonObject) -> Any:
     for name, default in _NUMBERS.items():
         number = getattr(executor, name, 1)
         if number < 1 and (number != -1 or not default):
+            allowed = "at least 1"
             if default:
                 allowed = f"at least 1, or -1 for {default}"
-            else:
-                allowed = "at least 1"
             place = current().form or f"executor {type(executor).__name__}"
             raise ConfigError(f"{place}: {name}: must be {allowed}; it is {number}.")
     for index, step in enumerate(executor.pipeline):
@@ -150,10 +148,9 @@ def _build(node: object, place: str, kinds: Sequence[object]) -> object:
     refuse_unknown(node, ["class_path", "init_args"], place)
     found = import_name(node["class_path"], place)
     if not isinstance(found, type) or not fits(found, kinds):
+        wanted = "a class"
         if isinstance(found, type):
             wanted = in_words(kinds)
-        else:
-            wanted = "a class"
         raise ConfigError(f"{place}: class_path: {show(node['class_path'])} is not {wanted}.")
     label = place
     if place == "executor" or place.endswith("]"):
@@ -283,10 +280,9 @@ def _function(path: str, label: str, key: str) -> object:
     place = _inside(label, key)
     found = import_name(path, place, "function")
     if isinstance(found, type) or not callable(found):
+        advice = "not a function"
         if isinstance(found, type):
             advice = f"a class; write class_path: {path}"
-        else:
-            advice = "not a function"
         raise ConfigError(f'{place}: "{path}" is {advice}.')
     return found
 
@@ -560,10 +556,9 @@ def _word(kind: object) -> str:
     if is_callable(kind):
         return "an import path such as my_module.my_function"
     name = getattr(origin(kind), "__name__", str(kind))
+    article = "a"
     if name[0] in "AEIOU":
         article = "an"
-    else:
-        article = "a"
     return _NAMES_OF_TYPES.get(name, f"{article} {name}")
 
 

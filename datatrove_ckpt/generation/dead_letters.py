@@ -128,10 +128,9 @@ class TakenLetters:
             CheckpointMismatch: the retry has another document of this number.
         """
         earlier: Letter | None = getattr(document, "letter", None)
+        attempt = (ordinal, 1)
         if earlier:
             attempt = (earlier["ordinal"], earlier["attempts"] + 1)
-        else:
-            attempt = (ordinal, 1)
         if attempt not in self._lines:
             return None
         path, line = self._lines[attempt]

@@ -194,10 +194,9 @@ def _way_out(error: BaseException) -> list[object]:
     ]
     if _TOO_LONG.search(rejected.body):
         way.insert(0, "The prompt is longer than the model's context. ChunkedRollout splits long documents. ")
+    asked = "If the server was at fault, correct it"
     if rejected.remembered:
         asked = "The server was not asked this time"
-    else:
-        asked = "If the server was at fault, correct it"
     return [*way, f". {asked}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "]
 
 

@@ -163,8 +163,7 @@ def _is_ours(code: CodeType) -> bool:
 def _place(code: CodeType, line: int) -> str:
     path = Path(code.co_filename)
     here = Path.cwd()
+    shown = path
     if path.is_relative_to(here):
         shown = path.relative_to(here)
-    else:
-        shown = path
     return f", in {shown}, line {line} ({code.co_name})"

@@ -97,10 +97,9 @@ def restore(names: ScriptNames) -> None:
 
 def say_missing(*things: object, sent: bool) -> None:
     """Logs which modules of the job only this script finds. ``sent``: ``own_modules`` go along with the tasks."""
+    along = set()
     if sent:
         along = {*own_modules(), "datatrove", "datatrove_ckpt"}
-    else:
-        along = set()
     paths = [Path(entry).resolve() for entry in sys.path]
     modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
@@ -283,10 +282,9 @@ class _Look:
             self._look_at(type(thing).__qualname__, dict(zip(fields, thing, strict=False)))
         if isinstance(thing, functools.partial):
             code = getattr(thing.func, "__code__", None)
+            names: tuple[str, ...] = ()
             if isinstance(code, types.CodeType):
                 names = code.co_varnames
-            else:
-                names = ()
             self._look_at("functools.partial", {**dict(zip(names, thing.args, strict=False)), **thing.keywords})
 
     def _look_at(self, owner: str, values: Mapping[Any, object]) -> None:

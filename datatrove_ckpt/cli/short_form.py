@@ -54,7 +54,6 @@ _BY_READER = {
 }
 _SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffix in suffixes.split()}
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
-READERS = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
 _MOST_TASKS = 100
 _LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
 
@@ -203,7 +202,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     runner: Node = {"rollout_fn": rollout, "config": config}
     readers = [reader["class_path"]]
     if not reader["class_path"]:
-        readers = READERS
+        readers = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
     places = [(reader, name) for name in readers]
     places += [(config, "InferenceConfig"), (runner, "InferenceRunner")]
     if isinstance(rollout, dict):

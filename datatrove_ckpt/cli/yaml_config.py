@@ -133,13 +133,9 @@ def leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(part, place if key == "init_args" else f"{place}.{key}")
     else:
-        yield short(place), value
-
-
-def short(place: str) -> str:
-    if place.startswith("executor.pipeline."):
-        return place.removeprefix("executor.")
-    return place
+        if place.startswith("executor.pipeline."):
+            place = place.removeprefix("executor.")
+        yield place, value
 
 
 def _build(node: object, place: str, kinds: Sequence[object]) -> object:
@@ -170,7 +166,9 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
-    values = {key: _value(parameters.get(key, ANYTHING).hint, value, label, key) for key, value in arguments.items()}
+    values = {
+        key: _value(parameters.get(key, ANYTHING).annotation, value, label, key) for key, value in arguments.items()
+    }
     absent = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
     if absent:
         raise ConfigError(f"{label}: missing key {', '.join(absent)}.")
@@ -429,22 +427,15 @@ def _kinds_inside(node: object, kinds: Sequence[object], key: str) -> list[objec
 
 
 def _hint_of(cls: type, key: str) -> object:
-    return parameters_of(cls)[0].get(key, ANYTHING).hint
+    return parameters_of(cls)[0].get(key, ANYTHING).annotation
 
 
 # annotations ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """An argument of a constructor."""
-
-    hint: object
-    default: object
-
-
-REQUIRED = inspect.Parameter.empty
-ANYTHING = Parameter(Any, REQUIRED)
+Parameter = inspect.Parameter
+REQUIRED = Parameter.empty
+ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 """An argument that goes into ``**kwargs``."""
 
 
@@ -456,7 +447,7 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
         hints = {}
     arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
     parameters = {
-        one.name: Parameter(_hint(hints.get(one.name, Any), one.default), one.default)
+        one.name: one.replace(annotation=_hint(hints.get(one.name, Any), one.default))
         for one in arguments
         if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     }

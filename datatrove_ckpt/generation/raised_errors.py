@@ -109,11 +109,10 @@ class raised_for_scripts:
             raise raised(str(error)) from error.__cause__
 
 
-def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first failure: the others followed from it."""
-    error = group.exceptions[0]
-    if isinstance(error, BaseExceptionGroup):
-        return first_of(error)
+def first_of(error: BaseException) -> BaseException:
+    """Returns the first failure of a group: the others followed from it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     return error
 
 
@@ -129,9 +128,7 @@ def raised_at(error: BaseException) -> str:
 
     For an error of a library, this is the user's call.
     """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    places = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    places = [(frame.f_code, line) for frame, line in walk_tb(first_of(error).__traceback__)]
     if not places or _is_ours(places[-1][0]):
         return ""
     others = [place for place in places if not _is_ours(place[0])]

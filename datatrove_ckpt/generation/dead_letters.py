@@ -1,8 +1,8 @@
 """Dead letters: documents that could not be processed, each with its cause and with what a retry needs.
 
-A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry takes the letters
-that no earlier retry has taken, writes them to ``retry-00001/<rank>/input.jsonl``, and processes this file like any
-other input, with a checkpoint in the same folder. A document that fails again is a dead letter for the next retry.
+A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry writes the letters
+that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and processes this file like any other input,
+with a checkpoint in the same folder. A document that fails again is a dead letter for the next retry.
 
 A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``). Else the document
 would be in the output twice.

@@ -81,9 +81,8 @@ class Failures:
             rejections: the requests of the document that the server has rejected.
 
         Raises:
-            DocumentFailed: the rule says that this failure stops the rank.
+            DocumentFailed, CkptError: this failure stops the rank.
             TooManyDeadLetters: this would be a dead letter beyond the limit.
-            CkptError: the rollout raised it, and the rule says that it stops the rank.
         """
         if isinstance(error, DocumentNotSerializable):  # perhaps of an error that gather has returned
             error = next((cause for cause in causes(error) if isinstance(cause, InferenceError)), error)

@@ -8,14 +8,8 @@ carries what its functions name.
     is another one                       ``__main__`` gets the names; it has begun and needs its own no more
 
 Ray's pickles bring the names themselves. What is or holds a secret stays behind: others may read a pickle's file. To
-find secrets, a value is pickled to nowhere, and each object is checked.
-
-    a value                                           is a secret
-    with the form of a key (sk-..., hf_..., AKIA...)  always
-    of an environment variable like HF_TOKEN          always
-    a URL with a password, or with http and a user    always
-    with a name like password, api_key, client_secret if it is no placeholder and no name of a variable
-    with another name like key or token               if it looks like chance: "text_key" and "eos_token" are carried
+find secrets, a value is pickled to nowhere, and each object is checked: by ``is_surely_secret``, and for the values of
+environment variables like HF_TOKEN.
 """
 
 from __future__ import annotations

@@ -83,10 +83,9 @@ def _why_none(root: Path, counts: DocumentCounts) -> str:
     ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
     causes = sum((rank.causes for rank in ranks), Counter[str]())
     often = "".join(cause for cause, _ in causes.most_common(1))
+    done = "answered"
     if counts.answers:
         done = "written"
-    else:
-        done = "answered"
     return f"No document was {done}: {often}. "
 
 
@@ -110,15 +109,13 @@ def _attempts(job: JobSums) -> str:
     attempts = max(ranks, job.numbers.number_of_attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
+    at_least = ""
     if job.numbers.killed:
         at_least = "at least "
-    else:
-        at_least = ""
     again = sent.retries + sent.resent
+    were = "were"
     if sent.sent == 1:
         were = "was"
-    else:
-        were = "were"
     said = f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
     said += f"{plural(sent.sent, 'request')} {were} sent"
     if again:

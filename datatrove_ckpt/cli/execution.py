@@ -153,18 +153,16 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
     if slurm_submit.submits(executor):
         folders = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
+        what = folders
         if arguments.config and len(kept) == 1:
             what = [[arguments.config, *arguments.overrides]]
-        else:
-            what = folders
         say(slurm_submit.submit(executor, what, command()))
         return 0
     is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
     started = unix_seconds()
+    marked = {}
     if not is_ours and not executor.skip_completed:
         marked = plan.marked()
-    else:
-        marked = {}
     if is_ours:
         executor.run_ranks()
     else:
@@ -194,10 +192,9 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
     Raises:
         CkptError: some tasks are not complete.
     """
+    now = {}
     if marked:
         now = plan.marked()
-    else:
-        now = {}
     old = {name for name, time in marked.items() if now.get(name) == time}
     anew = [rank for rank in range(plan.tasks) if f"completions/{rank:05d}" in old]
     left = sorted({*plan.incomplete(skip_completed=True), *anew})

@@ -19,12 +19,8 @@ class FullConfig:
         self._content = {**content, "executor": self._masked("", content["executor"])}
 
     def text(self) -> str:
-        """The configuration as YAML. A comment names what is hidden."""
-        head = "# The long form of the job. This text can be run as it stands.\n"
-        hidden = [place for place, value in leaves(self._content["executor"], "executor") if value == MASK]
-        if hidden:
-            head += "# Hidden: write each secret in its place, into a file that only you can read:\n"
-        return head + "".join(f"#   {place}\n" for place in hidden) + dump(self._content)
+        """The configuration as YAML."""
+        return f"# The long form of the job. It can be run as it stands, but for what is hidden.\n{dump(self._content)}"
 
     def redact(self, text: str) -> str:
         """Masks the same secrets in another text."""

@@ -101,10 +101,9 @@ def _call(arguments: argparse.Namespace) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        hint = ""
         if message.startswith("unrecognized"):
             hint = ". A pattern, or a value with spaces, needs quotes."
-        else:
-            hint = ""
         super().error(f"{message}{hint}")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import textwrap
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 import orjson
@@ -20,6 +23,16 @@ def as_json(content: JsonObject) -> str:
 def takes_unicode() -> bool:
     """Returns whether the output takes more than ASCII."""
     return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
+
+
+_INDENT = re.compile(r"(?: +\w* +)?")
+
+
+def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
+    """Wraps lines at ``width`` characters."""
+    for line in (part for text in lines for part in text.split("\n")):
+        indent = " " * len(_INDENT.match(line)[0])  # type: ignore[index]  # it always matches
+        yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def say(text: str) -> None:

@@ -54,7 +54,6 @@ _BY_READER = {
 }
 _SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffix in suffixes.split()}
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
-READERS = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
 _MOST_TASKS = 100
 _LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
 
@@ -203,7 +202,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     runner: Node = {"rollout_fn": rollout, "config": config}
     readers = [reader["class_path"]]
     if not reader["class_path"]:
-        readers = READERS
+        readers = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
     places = [(reader, name) for name in readers]
     places += [(config, "InferenceConfig"), (runner, "InferenceRunner")]
     if isinstance(rollout, dict):
@@ -368,12 +367,8 @@ def _flags(task: str, config: Node) -> Node:
 
     engine = ENGINES.get(str(config["server_type"]))
     given = config.get("model_kwargs") or {}
-    if engine:
-        flags = engine.task_flags.get(task, {})
-    else:
-        flags = {}
-    if flags and isinstance(given, dict):
-        return {"model_kwargs": {**flags, **given}}
+    if engine and task in engine.task_flags and isinstance(given, dict):
+        return {"model_kwargs": {**engine.task_flags[task], **given}}
     return {}
 
 
@@ -394,10 +389,9 @@ def _rollout(job: ShortJob, source: str) -> object:
     if is_ready or (name is None and prompt is not None):
         return _node(str(name or "PromptRollout"), **given)
     if (name is None) == (prompt is None):
+        what = "give it or rollout, not both"
         if name is None:
             what = "is missing; give it, or rollout (my_module.my_function)"
-        else:
-            what = "give it or rollout, not both"
         raise ConfigError(f"{source}: prompt: {what}.")
     return name
 
@@ -405,10 +399,9 @@ def _rollout(job: ShortJob, source: str) -> object:
 def _server(job: ShortJob, content: Node, source: str) -> Node:
     """Returns the settings of the server: of the endpoint, or of the engine that fits this machine."""
     if job.model is None:
+        what = "a name on the hub, or the path of a GGUF file"
         if job.endpoint:
             what = "the name that the endpoint knows"
-        else:
-            what = "a name on the hub, or the path of a GGUF file"
         raise ConfigError(f"{source}: model: is missing; give {what}.")
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
     if job.endpoint is not None:
@@ -448,10 +441,9 @@ def _reader(given: str, source: str, only_look: bool) -> Node:
     if is_here and has_magic(folder):
         raise ConfigError(f"{source}: input: {given}: a folder with *, ? or [ in its name cannot be read. Rename it.")
     # What comes before an "@" may be a password, which is refused below.
+    kind = ""
     if pattern and "@" not in given:
         kind = _SUFFIXES.get(_suffix(given), "")
-    else:
-        kind = ""
     is_told = kind and (has_magic(given) or not is_here or Path(given).is_file())
     if is_told or only_look:
         return _node(kind, data_folder=folder, glob_pattern=pattern)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-import textwrap
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.cli.printing import say, write_out
+from datatrove_ckpt.cli.printing import say, wrapped, write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.errors import ConfigError, StorageFailed
@@ -111,12 +110,8 @@ def _described(number: int, one: ShownDocument, title: str, most: int | None, ou
     if one.is_dead:
         outcome = "failed"
     width = shutil.get_terminal_size().columns - 2
-    texts = [*_wrapped(f"{title}: {one.text}", width), *_wrapped(f"{outcome}: {one.answer}", width)]
+    texts = wrapped([f"{title}: {one.text}", f"{outcome}: {one.answer}"], width)
     return "\n".join([head, *(f"  {line}".rstrip() for line in texts), ""])
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return [part for line in text.splitlines() for part in textwrap.wrap(line, width, replace_whitespace=False) or [""]]
 
 
 def report(arguments: argparse.Namespace) -> int:

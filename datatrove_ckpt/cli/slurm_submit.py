@@ -34,10 +34,9 @@ def script(executor: SlurmPipelineExecutor) -> str:
         preview.slurm_logs_folder = folder
         arguments = preview.get_sbatch_args(len(ranks))
         srun = " ".join(["srun", *(f"--{key}={value}" for key, value in (preview.srun_args or {}).items())])
+        step = ""
         if preview.with_srun:
             step = f"{srun} -l -n {preview.nodes_per_task} "
-        else:
-            step = ""
         pickle = preview.logging_dir.resolve_paths("executor.pik")
         text: str = preview.get_launch_file_contents(arguments, f"{step}launch_pickled_pipeline {pickle}")
     return text.replace(folder, str(executor.slurm_logs_folder))

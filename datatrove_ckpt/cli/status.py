@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from datatrove_ckpt.checkpoint.ledger import name_place
-from datatrove_ckpt.cli.printing import say, takes_unicode
+from datatrove_ckpt.cli.printing import say, takes_unicode, wrapped
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges
 from datatrove_ckpt.config.paths import start_command
@@ -36,16 +34,6 @@ def status(arguments: argparse.Namespace) -> int:
             shown += ["", *table([*state.ranks, *state.retries], state.read_at, bars)]
         say("\n".join(shown))
     return int(state.is_damaged)
-
-
-_INDENT = re.compile(r"(?: +\w* +)?")
-
-
-def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
-    """Wraps lines at ``width`` characters."""
-    for line in (part for text in lines for part in text.split("\n")):
-        indent = " " * len(_INDENT.match(line)[0])  # type: ignore[index]  # it always matches
-        yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 # text -----------------------------------------------------------------------------------------------------------------

@@ -32,10 +32,9 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
         if there and there[1] in refused:
             return StorageFailed(f"{written.logging_dir}: {refused}.")
         return StorageFailed(f"{refused}.")
+    folders = {}
     if logs.is_local():
         folders = {"logging_dir": Path(logs.resolve_paths(""))}
-    else:
-        folders = {}
     folders.update(("checkpoints_local_dir", root) for _, root in plan.kept)
     if error.errno in _FULL:
         places = [*folders.items(), ("TMPDIR", tempfile.gettempdir())]

@@ -67,10 +67,9 @@ def _verdict(report: Report, full: bool) -> str:
     found = plural_or_no(len(report.problems), "problem")
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
+    checked = "sizes; --full compares contents, too"
     if full:
         checked = "sizes and contents"
-    else:
-        checked = "sizes; --full compares contents, too"
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     return (

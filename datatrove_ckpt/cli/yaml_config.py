@@ -82,10 +82,9 @@ def load(path: str | Path) -> JsonObject:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or error
+        where = ""
         if mark:
             where = f":{mark.line + 1}:{mark.column + 1}"
-        else:
-            where = ""
         if not hint and re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
@@ -117,10 +116,9 @@ def build(content: JsonObject) -> Any:
     for name, default in _NUMBERS.items():
         number = getattr(executor, name, 1)
         if number < 1 and (number != -1 or not default):
+            allowed = "at least 1"
             if default:
                 allowed = f"at least 1, or -1 for {default}"
-            else:
-                allowed = "at least 1"
             place = current().form or f"executor {type(executor).__name__}"
             raise ConfigError(f"{place}: {name}: must be {allowed}; it is {number}.")
     for index, step in enumerate(executor.pipeline):
@@ -135,13 +133,9 @@ def leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(part, place if key == "init_args" else f"{place}.{key}")
     else:
-        yield short(place), value
-
-
-def short(place: str) -> str:
-    if place.startswith("executor.pipeline."):
-        return place.removeprefix("executor.")
-    return place
+        if place.startswith("executor.pipeline."):
+            place = place.removeprefix("executor.")
+        yield place, value
 
 
 def _build(node: object, place: str, kinds: Sequence[object]) -> object:
@@ -150,10 +144,9 @@ def _build(node: object, place: str, kinds: Sequence[object]) -> object:
     refuse_unknown(node, ["class_path", "init_args"], place)
     found = import_name(node["class_path"], place)
     if not isinstance(found, type) or not fits(found, kinds):
+        wanted = "a class"
         if isinstance(found, type):
             wanted = in_words(kinds)
-        else:
-            wanted = "a class"
         raise ConfigError(f"{place}: class_path: {show(node['class_path'])} is not {wanted}.")
     label = place
     if place == "executor" or place.endswith("]"):
@@ -173,7 +166,9 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
-    values = {key: _value(parameters.get(key, ANYTHING).hint, value, label, key) for key, value in arguments.items()}
+    values = {
+        key: _value(parameters.get(key, ANYTHING).annotation, value, label, key) for key, value in arguments.items()
+    }
     absent = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
     if absent:
         raise ConfigError(f"{label}: missing key {', '.join(absent)}.")
@@ -283,10 +278,9 @@ def _function(path: str, label: str, key: str) -> object:
     place = _inside(label, key)
     found = import_name(path, place, "function")
     if isinstance(found, type) or not callable(found):
+        advice = "not a function"
         if isinstance(found, type):
             advice = f"a class; write class_path: {path}"
-        else:
-            advice = "not a function"
         raise ConfigError(f'{place}: "{path}" is {advice}.')
     return found
 
@@ -433,22 +427,15 @@ def _kinds_inside(node: object, kinds: Sequence[object], key: str) -> list[objec
 
 
 def _hint_of(cls: type, key: str) -> object:
-    return parameters_of(cls)[0].get(key, ANYTHING).hint
+    return parameters_of(cls)[0].get(key, ANYTHING).annotation
 
 
 # annotations ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """An argument of a constructor."""
-
-    hint: object
-    default: object
-
-
-REQUIRED = inspect.Parameter.empty
-ANYTHING = Parameter(Any, REQUIRED)
+Parameter = inspect.Parameter
+REQUIRED = Parameter.empty
+ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 """An argument that goes into ``**kwargs``."""
 
 
@@ -460,7 +447,7 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
         hints = {}
     arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
     parameters = {
-        one.name: Parameter(_hint(hints.get(one.name, Any), one.default), one.default)
+        one.name: one.replace(annotation=_hint(hints.get(one.name, Any), one.default))
         for one in arguments
         if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     }
@@ -560,10 +547,9 @@ def _word(kind: object) -> str:
     if is_callable(kind):
         return "an import path such as my_module.my_function"
     name = getattr(origin(kind), "__name__", str(kind))
+    article = "a"
     if name[0] in "AEIOU":
         article = "an"
-    else:
-        article = "a"
     return _NAMES_OF_TYPES.get(name, f"{article} {name}")
 
 

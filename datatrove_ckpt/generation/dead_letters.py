@@ -1,8 +1,8 @@
 """Dead letters: documents that could not be processed, each with its cause and with what a retry needs.
 
-A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry takes the letters
-that no earlier retry has taken, writes them to ``retry-00001/<rank>/input.jsonl``, and processes this file like any
-other input, with a checkpoint in the same folder. A document that fails again is a dead letter for the next retry.
+A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry writes the letters
+that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and processes this file like any other input,
+with a checkpoint in the same folder. A document that fails again is a dead letter for the next retry.
 
 A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``). Else the document
 would be in the output twice.
@@ -128,10 +128,9 @@ class TakenLetters:
             CheckpointMismatch: the retry has another document of this number.
         """
         earlier: Letter | None = getattr(document, "letter", None)
+        attempt = (ordinal, 1)
         if earlier:
             attempt = (earlier["ordinal"], earlier["attempts"] + 1)
-        else:
-            attempt = (ordinal, 1)
         if attempt not in self._lines:
             return None
         path, line = self._lines[attempt]

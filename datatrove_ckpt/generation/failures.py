@@ -81,9 +81,8 @@ class Failures:
             rejections: the requests of the document that the server has rejected.
 
         Raises:
-            DocumentFailed: the rule says that this failure stops the rank.
+            DocumentFailed, CkptError: this failure stops the rank.
             TooManyDeadLetters: this would be a dead letter beyond the limit.
-            CkptError: the rollout raised it, and the rule says that it stops the rank.
         """
         if isinstance(error, DocumentNotSerializable):  # perhaps of an error that gather has returned
             error = next((cause for cause in causes(error) if isinstance(cause, InferenceError)), error)
@@ -194,10 +193,9 @@ def _way_out(error: BaseException) -> list[object]:
     ]
     if _TOO_LONG.search(rejected.body):
         way.insert(0, "The prompt is longer than the model's context. ChunkedRollout splits long documents. ")
+    asked = "If the server was at fault, correct it"
     if rejected.remembered:
         asked = "The server was not asked this time"
-    else:
-        asked = "If the server was at fault, correct it"
     return [*way, f". {asked}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "]
 
 

@@ -269,10 +269,9 @@ class Requests:
         body = _body(sent)
         own.last_hash = key.payload_hash
         own.last_payload = payload
+        answer = None
         if self._answers.slot.cached:
             answer = (await self._answers.cached()).get(key)
-        else:
-            answer = None
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:

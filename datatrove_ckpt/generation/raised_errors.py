@@ -109,11 +109,10 @@ class raised_for_scripts:
             raise raised(str(error)) from error.__cause__
 
 
-def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first failure: the others followed from it."""
-    error = group.exceptions[0]
-    if isinstance(error, BaseExceptionGroup):
-        return first_of(error)
+def first_of(error: BaseException) -> BaseException:
+    """Returns the first failure of a group: the others followed from it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     return error
 
 
@@ -129,9 +128,7 @@ def raised_at(error: BaseException) -> str:
 
     For an error of a library, this is the user's call.
     """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    places = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    places = [(frame.f_code, line) for frame, line in walk_tb(first_of(error).__traceback__)]
     if not places or _is_ours(places[-1][0]):
         return ""
     others = [place for place in places if not _is_ours(place[0])]
@@ -142,7 +139,8 @@ def raised_at(error: BaseException) -> str:
 def called_at() -> str:
     """Returns the place in the user's code that has called ours, as ``raised_at``; "" if a library has."""
     for frame, line in walk_stack(sys._getframe()):
-        if not _is_ours(frame.f_code):
+        # Not by its file: a dataclass has an __init__ without one.
+        if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
             if frame.f_code.co_filename.startswith(_INSTALLED):
                 return ""
             return _place(frame.f_code, line)
@@ -163,8 +161,7 @@ def _is_ours(code: CodeType) -> bool:
 def _place(code: CodeType, line: int) -> str:
     path = Path(code.co_filename)
     here = Path.cwd()
+    shown = path
     if path.is_relative_to(here):
         shown = path.relative_to(here)
-    else:
-        shown = path
     return f", in {shown}, line {line} ({code.co_name})"

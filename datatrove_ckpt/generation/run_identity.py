@@ -1,8 +1,7 @@
 """What makes two runs the same run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
 
-Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out, so they may
-change freely. The user's code is described by what its source reaches (see ``code_walk.py``). Of a secret (see
-``common/redaction.py``) the hash is kept.
+Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out. The user's code is
+described by what its source reaches (see ``code_walk.py``). Of a secret the hash is kept.
 
 What a pickle holds by value (functions of the script, nested functions, lambdas) is described as it was when the job
 was made. Of an imported function a pickle holds the name alone, so it is described as this process has imported it.

@@ -8,14 +8,8 @@ carries what its functions name.
     is another one                       ``__main__`` gets the names; it has begun and needs its own no more
 
 Ray's pickles bring the names themselves. What is or holds a secret stays behind: others may read a pickle's file. To
-find secrets, a value is pickled to nowhere, and each object is checked.
-
-    a value                                           is a secret
-    with the form of a key (sk-..., hf_..., AKIA...)  always
-    of an environment variable like HF_TOKEN          always
-    a URL with a password, or with http and a user    always
-    with a name like password, api_key, client_secret if it is no placeholder and no name of a variable
-    with another name like key or token               if it looks like chance: "text_key" and "eos_token" are carried
+find secrets, a value is pickled to nowhere, and each object is checked: by ``is_surely_secret``, and for the values of
+environment variables like HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -97,10 +91,9 @@ def restore(names: ScriptNames) -> None:
 
 def say_missing(*things: object, sent: bool) -> None:
     """Logs which modules of the job only this script finds. ``sent``: ``own_modules`` go along with the tasks."""
+    along = set()
     if sent:
         along = {*own_modules(), "datatrove", "datatrove_ckpt"}
-    else:
-        along = set()
     paths = [Path(entry).resolve() for entry in sys.path]
     modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
@@ -283,10 +276,9 @@ class _Look:
             self._look_at(type(thing).__qualname__, dict(zip(fields, thing, strict=False)))
         if isinstance(thing, functools.partial):
             code = getattr(thing.func, "__code__", None)
+            names: tuple[str, ...] = ()
             if isinstance(code, types.CodeType):
                 names = code.co_varnames
-            else:
-                names = ()
             self._look_at("functools.partial", {**dict(zip(names, thing.args, strict=False)), **thing.keywords})
 
     def _look_at(self, owner: str, values: Mapping[Any, object]) -> None:

@@ -1,7 +1,6 @@
 """The user's code that a rank calls: checks the rollout function, and gives it the arguments of ``shared_context``.
 
-A rollout is refused before the run only if it provably cannot work. A plain ``def`` may return what ``generate``
-returns, and then works like ``async def``.
+A rollout is refused before the run only if it provably cannot work: a plain ``def`` may return an awaitable.
 """
 
 from __future__ import annotations

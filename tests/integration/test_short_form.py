@@ -164,7 +164,6 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
         ({"max_token": 5}, 'unknown key "max_token", did you mean "max_tokens"'),
         ({"run_folder": "s3://b/x"}, "run_folder: must be a folder of this machine"),
         ({"run_folder": "hf://buckets/a/b/x"}, "For Hugging Face Jobs, add `jobs: {}`"),
-        ({"run_folder": "hf://buckets/a/b/x", "job": {}}, 'unknown key "job", did you mean "jobs"'),
         ({"run_folder": "hf://buckets/a/b/x", "jobs": {}, "slurm": {}}, "slurm, jobs: are different places to run"),
         ({"jobs": {"tasks": 8}}, "jobs: tasks: write `tasks` beside `jobs`"),
         ({"jobs": {"logging_dir": "x"}}, "jobs: logging_dir: is logs/ in run_folder"),

@@ -18,7 +18,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
-from datatrove_ckpt.cli.status import wrapped
+from datatrove_ckpt.cli.printing import wrapped
 from datatrove_ckpt.maintenance.run_state import State
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command, Printed

@@ -24,6 +24,7 @@ import pyarrow.parquet as parquet
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
+from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
@@ -92,6 +93,13 @@ def test_media_follow_the_text_and_their_bytes_are_not_written(server: FakeServe
     assert [one["media_bytes"] for one in row["media"]] == [None] * 3
     assert [one["id"] for one in row["media"]] == ["a", "b", ""]
     assert [one["path"] for one in row["media"]] == ["a.png", None, "x/c.pdf"]
+
+
+def test_a_writer_that_saves_media_gets_them(server: FakeServer, tmp_path: Path) -> None:
+    template = "${rank}_chunk_${chunk_index}.jsonl"
+    saves = JsonlWriter(str(tmp_path / "output"), template, compression=None, save_media_bytes=True)
+    runner(tmp_path, server, PromptRollout(images="media"), output_writer=saves).run(pages(1))
+    assert base64.b64decode(rows(tmp_path)[0]["media"][0]["media_bytes"]) == picture()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import dataclasses
@@ -14,6 +15,7 @@ import shutil
 import signal
 import stat
 import struct
+import tracemalloc
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -371,6 +373,33 @@ def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(server:
             runner(tmp_path, server, rollout, config={"max_concurrent_documents": 1}).run(pages(5))
     assert rows(tmp_path) == rows(tmp_path / "other")
     assert len(server.payloads) == 5 + 5 + 2  # two were refused
+
+
+def test_pictures_in_flight_are_in_memory_once(server: FakeServer, tmp_path: Path) -> None:
+    size, number, held = 10**6, 20, []
+
+    async def rollout(document: Document, generate: Any) -> str:
+        held.append(tracemalloc.get_traced_memory()[0] - before)
+        while len(held) < number:
+            await asyncio.sleep(0)
+        return ""
+
+    read = (Document("page", str(index), [media(os.urandom(size))]) for index in range(number))
+    step = runner(
+        tmp_path,
+        server,
+        rollout,
+        config={"max_concurrent_documents": number},
+        records_per_chunk=number,
+        on_document_error="dead_letter",
+    )
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        step.run(read)
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * number * size < held[-1] < 1.4 * number * size
 
 
 @pytest.mark.parametrize("way", ["bytes", "paths"])

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     CkptError,
@@ -29,6 +32,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     TooManyDeadLetters,
 )
+from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import ask, config, documents, ids, runner, writer
@@ -76,6 +80,44 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
 
 
 _model: Any = None
+
+
+@pytest.mark.slow
+def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    write_chunk = ChunkOutput.write_chunk
+
+    def slow(self: ChunkOutput, *args: Any) -> Any:
+        time.sleep(0.1)
+        asked.append(server.asked.total())
+        return write_chunk(self, *args)
+
+    monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
+    monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
+    runner(tmp_path, server, records_per_chunk=1, config={"max_concurrent_documents": 1}).run(documents(6))
+    assert all(total <= written + 2 for written, total in enumerate(asked)), "one may be past the look already"
+
+
+@pytest.mark.slow
+def test_a_slow_disk_slows_the_run_and_fills_no_memory(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backlogs: list[int] = []
+    write = StorageThread._write
+
+    def slow(self: StorageThread, *args: Any) -> None:
+        backlogs.append(self.backlog_bytes)
+        time.sleep(0.005)
+        write(self, *args)
+
+    monkeypatch.setattr(StorageThread, "_write", slow)
+    monkeypatch.setattr(open_checkpoint, "MAX_BACKLOG_BYTES", 1)
+    runner(tmp_path, server, config={"max_concurrent_generations": 4}, records_per_chunk=50).run(documents(40))
+    assert ids(tmp_path) == [f"id {index}" for index in range(40)]
+    one = 1600  # bytes, at most, of a document and its answer
+    assert max(backlogs) <= 2 * 4 * one
 
 
 async def loads_lazily(document: Document, generate: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import dataclasses
@@ -14,6 +15,7 @@ import shutil
 import signal
 import stat
 import struct
+import tracemalloc
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ import pyarrow.parquet as parquet
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
+from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
@@ -92,6 +95,13 @@ def test_media_follow_the_text_and_their_bytes_are_not_written(server: FakeServe
     assert [one["media_bytes"] for one in row["media"]] == [None] * 3
     assert [one["id"] for one in row["media"]] == ["a", "b", ""]
     assert [one["path"] for one in row["media"]] == ["a.png", None, "x/c.pdf"]
+
+
+def test_a_writer_that_saves_media_gets_them(server: FakeServer, tmp_path: Path) -> None:
+    template = "${rank}_chunk_${chunk_index}.jsonl"
+    saves = JsonlWriter(str(tmp_path / "output"), template, compression=None, save_media_bytes=True)
+    runner(tmp_path, server, PromptRollout(images="media"), output_writer=saves).run(pages(1))
+    assert base64.b64decode(rows(tmp_path)[0]["media"][0]["media_bytes"]) == picture()
 
 
 @pytest.mark.parametrize(
@@ -363,6 +373,33 @@ def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(server:
             runner(tmp_path, server, rollout, config={"max_concurrent_documents": 1}).run(pages(5))
     assert rows(tmp_path) == rows(tmp_path / "other")
     assert len(server.payloads) == 5 + 5 + 2  # two were refused
+
+
+def test_pictures_in_flight_are_in_memory_once(server: FakeServer, tmp_path: Path) -> None:
+    size, number, held = 10**6, 20, []
+
+    async def rollout(document: Document, generate: Any) -> str:
+        held.append(tracemalloc.get_traced_memory()[0] - before)
+        while len(held) < number:
+            await asyncio.sleep(0)
+        return ""
+
+    read = (Document("page", str(index), [media(os.urandom(size))]) for index in range(number))
+    step = runner(
+        tmp_path,
+        server,
+        rollout,
+        config={"max_concurrent_documents": number},
+        records_per_chunk=number,
+        on_document_error="dead_letter",
+    )
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        step.run(read)
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * number * size < held[-1] < 1.4 * number * size
 
 
 @pytest.mark.parametrize("way", ["bytes", "paths"])

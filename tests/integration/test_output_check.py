@@ -107,6 +107,16 @@ def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_ad
 # during a run --------------------------------------------------------------------------------------------------------
 
 
+def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, command: Command) -> None:
+    command("run", "job.yaml")
+    yaml = (job / "job.yaml").read_text().replace("output_folder: output", "output_folder: new")
+    (job / "job.yaml").write_text(yaml)
+    said = command("run", "job.yaml", "--retry-dead-letters", code=1).error
+    assert f"They were written to {job}/output, and that folder still exists" in said
+    assert "Set output_folder back to it; or copy all its files" in said
+    assert "repair" not in said
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(

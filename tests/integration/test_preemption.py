@@ -297,6 +297,21 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
 # --------------------------------------------------------------------------- at any moment
 
 
+@pytest.mark.slow
+def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
+    tmp_path: Path, reraised: list[int], server: FakeServer
+) -> None:
+    async def sleeps(document: Document, generate: Any) -> Any:
+        result = await plain(document, generate)
+        if document.id == "id 0":
+            send_signal()
+            await asyncio.Event().wait()
+        return result
+
+    with pytest.raises(Preempted):
+        runner(tmp_path, server, sleeps, drain_seconds=3600).run(documents(1))  # longer than a test may take
+
+
 def test_a_blocked_reader_keeps_nobody_waiting(tmp_path: Path, reraised: list[int], server: FakeServer) -> None:
     never = threading.Event()
 

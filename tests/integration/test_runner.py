@@ -384,7 +384,7 @@ async def ask_with_prompt(document: Document, generate: Any) -> Any:
     ("change", "field"),
     [
         ({"config": {"model_name_or_path": "other"}}, 'model: "fake" -> "other"'),
-        ({"records_per_chunk": 3}, "records_per_chunk: 2 -> 3"),
+        ({"records_per_chunk": 3, "accept_changes": True}, "records_per_chunk: 2 -> 3"),
         ({"config": {"default_generation_params": {"temperature": 1}}}, "default_generation_params"),
         ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
         ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),

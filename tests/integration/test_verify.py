@@ -575,6 +575,17 @@ def move_letters(job: Path) -> None:
     chunk_file(job, 0).unlink()
 
 
+def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(job: Path, tmp_path: Path, said: Said) -> None:
+    markers = [tmp_path / "logs" / "completions" / f"{rank:05d}" for rank in range(2)]
+    markers[0].parent.mkdir(parents=True)
+    for marker in markers:
+        marker.touch()
+    chunk_file(job, 1).unlink()
+    assert "Now remove LOGGING_DIR/completions/00000, where they exist" in said("repair", job)
+    said("repair", job, "--logging-dir", tmp_path / "logs")
+    assert [marker.exists() for marker in markers] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

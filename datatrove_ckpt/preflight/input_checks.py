@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
@@ -183,10 +184,17 @@ def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
         advice = f"Set tasks to {len(names)}, or split the input into at least {tasks} files."
         return Finding("warning", "shares", f"{idle} of {tasks} tasks have no input: {text}. {advice}")
     if size is not None and size > _LARGE_BYTES:
-        large = f"{names[0]!r} ({byte_size(size)})"
-        parts = f"{_PARTS} files of about {byte_size(size / _PARTS)}"
-        text += f". Other machines could help if there were more files: split {large} into {parts}"
+        text += f". Other machines could help if there were more files: {_how_to_split(names[0], size)}"
     return Finding("ok", "shares", f"{text}.")
+
+
+def _how_to_split(name: str, size: int) -> str:
+    text = f"split {name!r} ({byte_size(size)}) into {_PARTS} files of about {byte_size(size / _PARTS)}"
+    stem, _, suffix = name.rpartition(".")
+    if suffix not in ("jsonl", "json", "ndjson"):
+        return text
+    command = shlex.join(["split", "-d", "-n", f"l/{_PARTS}", f"--additional-suffix=.{suffix}", name, f"{stem}-"])
+    return f"{text} ({command}), and move {name!r} away"
 
 
 # Whether finished ranks would read today what they have read.

@@ -109,13 +109,16 @@ def write_input(**sizes: int) -> None:
         Path(f"documents/{name}.jsonl").write_text(row)
 
 
-def test_one_large_file_stays_one_task_and_that_it_may_be_split_is_said() -> None:
+def test_one_large_file_stays_one_task_and_how_to_split_it_is_said() -> None:
     said = check_shares(["a b.jsonl"], 50 << 30, 1)
     assert said.state == "ok"
     assert said.message == (
         "1 file for 1 task. Other machines could help if there were more files: split 'a b.jsonl' (50 GB) into 20 "
-        "files of about 2.5 GB."
+        "files of about 2.5 GB (split -d -n l/20 --additional-suffix=.jsonl 'a b.jsonl' 'a b-'), and move 'a b.jsonl' "
+        "away."
     )
+    said = check_shares(["a.parquet"], 50 << 30, 1)
+    assert said.message.endswith("split 'a.parquet' (50 GB) into 20 files of about 2.5 GB.")
 
 
 def test_tasks_without_input(found: Doctor) -> None:

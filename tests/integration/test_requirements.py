@@ -65,9 +65,9 @@ def refused(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Ca
 @pytest.mark.parametrize(
     ("replacements", "says"),
     [
-        ([(": documents", ": s3://bucket/in")], f"pipeline[0] JsonlReader.data_folder: {S3}"),
-        ([(": logs", ": s3://bucket/logs")], f"executor LocalPipelineExecutor.logging_dir: {S3}"),
-        ([(": output,", ": s3://bucket/out,")], f"pipeline[1] InferenceRunner.output_writer.output_folder: {S3}"),
+        ([(": documents", ": s3://bucket/in")], f"pipeline[0] JsonlReader: {S3}"),
+        ([(": logs", ": s3://bucket/logs")], f"executor LocalPipelineExecutor: {S3}"),
+        ([(": output,", ": s3://bucket/out,")], f"pipeline[1] InferenceRunner.output_writer: {S3}"),
         ([("checkpoints_local_dir: checkpoints",
            "checkpoints_local_dir: checkpoints\n          checkpoints_remote_dir: s3://bucket/c")],
          f"pipeline[1] InferenceRunner: checkpoints_remote_dir: 's3://bucket/c' cannot be used: {S3}"),

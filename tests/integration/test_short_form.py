@@ -259,7 +259,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server: FakeServer, command:
     server.paths = {"/v1/embeddings": answer}
     job = {**JOB, "endpoint": server.url, "model": "fake", "task": "embed", "prompt": "query: {text}"}
     Path("job.yaml").write_text(yaml.safe_dump(job))
-    shown = 'answer: {"embedding":[0.25,-1.0,3.0,"... 5 numbers"]}'
+    shown = 'answer: {"column":"embedding","dimensions":5}'
     sample = command("run", "job.yaml", "--sample=2")
     assert sample.count(shown) == 2
     assert "question: query: text 1" in sample

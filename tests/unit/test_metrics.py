@@ -82,7 +82,7 @@ def samples(text: str, **wanted: str) -> dict[str, float]:
 def test_names_follow_the_conventions_of_prometheus() -> None:
     for name, metric in METRICS.items():
         assert re.fullmatch(r"datatrove_ckpt(_[a-z]+)+", name)
-        assert name.endswith("_total") == (metric.family().type == "counter"), name
+        assert name.endswith("_total") == (metric.kind == "counter"), name
         assert not re.search("_(ms|minutes|kb|percent|count|sum|bucket|created)$", name), "base units, no own suffixes"
         assert not {"le", "quantile", "job", "instance", *RANK_LABELS} & set(metric.labels) or name.endswith("_info")
         assert metric.help.endswith(".")

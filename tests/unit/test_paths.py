@@ -48,8 +48,8 @@ def odd_names(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ({"data": "$SCRATCH/in"}, "pipeline[0] JsonlReader: data_folder: '$SCRATCH/in' contains $SCRATCH"),
-        ({"output": "${SCRATCH}/out"}, "output_folder: '${SCRATCH}/out' contains ${SCRATCH}"),
+        ({"data": "$SCRATCH/in"}, "/$SCRATCH/in' contains $SCRATCH"),
+        ({"output": "${SCRATCH}/out"}, "/${SCRATCH}/out' contains ${SCRATCH}"),
         ({"logs": "a/~/logs"}, "only a ~ at the beginning"),
         ({"checkpoints": "$UNSET_HERE/checkpoints"}, "the environment variable UNSET_HERE is not set here"),
         ({"checkpoints": "~nobody-of-this-name/b"}, "there is no such home folder"),
